@@ -1,0 +1,55 @@
+"""Every torch name that is private or differs between torch 2.11 and later. Each one has a test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves as _tree_leaves
+
+# torch 2.13 renamed these two; the old names warn there and the new ones are missing before.
+all_gather_single: Callable[..., Any] = (
+    dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+)
+reduce_scatter_single: Callable[..., Any] = (
+    dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+)
+
+
+def default_store() -> dist.Store:
+    """The key-value store behind the default process group."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether the tensor has a shape but no data (a dry run)."""
+    return isinstance(tensor, FakeTensor)
+
+
+def tensors_in(value: object) -> list[torch.Tensor]:
+    """All tensors in nested lists, tuples, dicts and registered output classes."""
+    return [leaf for leaf in _tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def queue_backward_callback(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when the backward pass that is running now has ended."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(callback)
+
+
+def preserve_version(tensor: torch.Tensor) -> Any:
+    """A context in which in-place writes to ``tensor`` do not invalidate what autograd saved."""
+    return torch.autograd._unsafe_preserve_version_counter(tensor)  # type: ignore[no-untyped-call]
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether the module is a ``torch.compile`` wrapper."""
+    return isinstance(module, torch._dynamo.eval_frame.OptimizedModule)
+
+
+def in_backward_pass() -> bool:
+    """Whether this thread is executing autograd nodes now."""
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,24 @@
+"""Optimizers and learning-rate schedules by their ds_config names."""
+
+from .optimizers import ELEMENTWISE, build_optimizer, supports_found_inf, supports_grad_scale
+from .schedulers import (
+    LRRangeTest,
+    OneCycle,
+    WarmupCosineLR,
+    WarmupDecayLR,
+    WarmupLR,
+    build_scheduler,
+)
+
+__all__ = [
+    "ELEMENTWISE",
+    "LRRangeTest",
+    "OneCycle",
+    "WarmupCosineLR",
+    "WarmupDecayLR",
+    "WarmupLR",
+    "build_optimizer",
+    "build_scheduler",
+    "supports_found_inf",
+    "supports_grad_scale",
+]

@@ -1,0 +1,232 @@
+"""A model under a ZeRO stage: its units, and the hooks that keep them right while the user's loop runs."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from .. import _torch
+from ..dist import Mesh
+from ..errors import ShardingError
+from .access import is_managed, mark, take_over, unmark
+from .gatherer import Gatherer, Scope
+from .gradient import LOW_PRECISION, GradientOptions, UnitGradient
+from .guards import Guards
+from .plan import plan_scopes, plan_units
+from .policy import POLICIES
+from .reducer import Reducer, warn_discarded
+from .state import StateDictHooks
+from .unit import Unit
+
+if TYPE_CHECKING:
+    from ..config.sections import ZeroSection
+
+
+class ShardedModel:
+    """Cuts a model into units and keeps gathers and reductions going.
+
+    Args:
+        model: a module with its parameters in place (or built under ``zero.Init``); changed in place.
+        zero: ``zero_optimization``.
+        mesh: the ranks.
+        device: where the parameters shall be.
+        low_dtype: the dtype of fp16 or bf16 training, or None to keep the parameters' own.
+        accumulates: whether a window has more than one micro-step.
+        wire_dtype: ``communication_data_type``.
+
+    Raises:
+        ShardingError: the model is managed by another engine, or has parameters without data.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        zero: ZeroSection,
+        mesh: Mesh,
+        *,
+        device: torch.device,
+        low_dtype: torch.dtype | None,
+        accumulates: bool,
+        wire_dtype: torch.dtype | None,
+    ) -> None:
+        self.model = model
+        self.mesh = mesh
+        self.policy = POLICIES[zero.stage]
+        self.device = device
+        self._options = GradientOptions(
+            scale=1.0 / mesh.world.size,
+            accumulates=accumulates,
+            wire_dtype=wire_dtype,
+            contiguous=zero.contiguous_gradients,
+            scatter=zero.reduce_scatter,
+        )
+        self._publishes_by_broadcast = not zero.allgather_partitions
+        _check(model)
+        plans = plan_scopes(model, zero)
+        self.units = self._build(plan_units(plans, self.policy, zero, low_dtype))
+        self._place_buffers(low_dtype)
+        self.managed = {id(slot.param): slot.name for u in self.units for slot in u.slots}
+        self.grads = [self._new_gradient(u) for u in self.units if u.slots[0].param.requires_grad]
+        self._frozen = [(u, s) for u in self.units for s in u.slots if not s.param.requires_grad]
+        overlap = True if zero.overlap_comm is None else zero.overlap_comm
+        self.reducer = Reducer(self.grads, self.policy, mesh, overlap=overlap)
+        self.on_unfreeze: Callable[[Unit], None] = lambda unit: None
+        unit_of = {id(slot.param): u for u in self.units for slot in u.slots}
+        scopes = [
+            Scope(p.name, p.module, list({id(u): u for _, q in p.params if (u := unit_of[id(q)]).releases}.values()))
+            for p in plans
+        ]
+        self.gatherer = (
+            Gatherer(scopes, zero, self.reducer.begin, _torch.in_backward_pass)
+            if any(u.releases for u in self.units)
+            else None
+        )
+        if self.gatherer is not None:
+            self.reducer.on_end = self.gatherer.release_all
+            self.gatherer.release_all()
+        self._state_hooks = StateDictHooks(model, scopes, self.units)
+        self._guards = Guards(model, {u.dtype for u in self.units}, device)
+        self._hooks = [
+            model.register_forward_pre_hook(lambda m, a: self._before_forward(), prepend=True),
+            model.register_forward_hook(lambda m, a, out: self._after_forward(out)),
+        ]
+        self.closed = False
+
+    def names(self) -> list[str]:
+        """The names of all parameters, in the order of the units."""
+        return [slot.name for u in self.units for slot in u.slots]
+
+    def publish(self, units: list[Unit]) -> list[Any]:
+        """Start to bring the whole copies of these units up to date; returns the handles to wait for."""
+        handles = [u.publish(by_broadcast=self._publishes_by_broadcast) for u in units]
+        return [h for h in handles if h is not None]
+
+    def close(self) -> None:
+        """Undo everything: the model is an ordinary, whole model again. All ranks must call this."""
+        if self.closed:
+            return
+        self.closed = True
+        for hook in self._hooks:
+            hook.remove()
+        if self.gatherer is not None:
+            self.gatherer.close()
+        self._state_hooks.remove()
+        self._guards.remove()
+        self.reducer.close()
+        for unit in self.units:
+            unit.dissolve()
+            unmark(unit)
+        self.units, self.grads = [], []
+
+    def abort(self) -> None:
+        """After an exception in forward or backward: forget what was under way."""
+        self.reducer.abort()
+        if self.gatherer is not None:
+            self.gatherer.reset()
+
+    def _build(self, plans: list[Any]) -> list[Unit]:
+        units = []
+        for index, plan in enumerate(plans):
+            unit = Unit(index, plan.name, plan.params, plan.dtype, plan.policy, self.mesh, self.device)
+            fresh = take_over(plan.params)
+            if fresh:
+                self._agree_on_values(plan.params)
+            trained = plan.params[0][1].requires_grad
+            unit.fill(with_master=trained and plan.dtype in LOW_PRECISION)
+            unit.release()
+            mark(unit)
+            units.append(unit)
+        return units
+
+    def _agree_on_values(self, params: list[tuple[str, nn.Parameter]]) -> None:
+        """All ranks start from rank 0's values."""
+        if self.mesh.world.size == 1:
+            return
+        for name, param in params:
+            values = param.data.to(self.device).contiguous()
+            if not _torch.is_fake(values):
+                self.mesh.world.broadcast(values, 0, name)
+            param.data = values
+
+    def _place_buffers(self, low_dtype: torch.dtype | None) -> None:
+        for module in self.model.modules():
+            for name, buffer in list(module._buffers.items()):
+                if buffer is None:
+                    continue
+                dtype = low_dtype if low_dtype is not None and buffer.is_floating_point() else buffer.dtype
+                placed = buffer.to(device=self.device, dtype=dtype).contiguous()
+                if self.mesh.world.size > 1 and not _torch.is_fake(placed):
+                    self.mesh.world.broadcast(placed, 0, name)
+                if placed is not buffer:
+                    module._buffers[name] = placed
+
+    def _new_gradient(self, unit: Unit) -> UnitGradient:
+        return UnitGradient(unit, self._options, self.mesh.world.pool)
+
+    def _before_forward(self) -> None:
+        if _torch.in_backward_pass():
+            return  # a recomputation
+        if self.reducer.active:
+            warn_discarded()
+            self.abort()
+        if not torch.is_grad_enabled():
+            return
+        for name, param in self.model.named_parameters():
+            if id(param) not in self.managed:
+                raise ShardingError(
+                    f"parameter {name} was added or replaced after shardwise.initialize; it would not be trained. "
+                    "Change the model first, then initialize."
+                )
+        self._notice_unfrozen()
+
+    def _after_forward(self, out: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        # A backward that reaches the model's output has begun, before any gradient arrives. Seen here, in the outermost
+        # graph, because re-entrant checkpoints run graphs of their own inside it.
+        reducer = weakref.ref(self.reducer)
+
+        def begin(_grads: Any) -> None:
+            alive = reducer()
+            if alive is not None:
+                alive.begin()
+
+        for node in {id(t.grad_fn): t.grad_fn for t in _torch.tensors_in(out) if t.grad_fn is not None}.values():
+            node.register_prehook(begin)
+
+    def _notice_unfrozen(self) -> None:
+        unfrozen = [(u, s) for u, s in self._frozen if s.param.requires_grad]
+        if not unfrozen:
+            return
+        self._frozen = [(u, s) for u, s in self._frozen if not s.param.requires_grad]
+        for unit, members in itertools.groupby(unfrozen, key=lambda pair: pair[0]):
+            known = [i for i, g in enumerate(self.reducer.grads) if g.unit is unit]
+            if known:
+                for _, slot in members:
+                    self.reducer.watch_param(known[0], slot.param)
+                continue
+            if unit.dtype in LOW_PRECISION:
+                unit.make_master()
+            grad = self._new_gradient(unit)
+            self.grads.append(grad)
+            self.reducer.add(grad)
+            self.on_unfreeze(unit)
+
+
+def _check(model: nn.Module) -> None:
+    for name, param in model.named_parameters():
+        if is_managed(param):
+            raise ShardingError(
+                f"parameter {name} is already managed by a shardwise engine; call its `destroy()` before the model is "
+                "given to another one."
+            )
+        if param.is_meta:
+            raise ShardingError(
+                f"parameter {name} is on the meta device and has no values; build the model under "
+                "`shardwise.zero.Init` or give it values before `shardwise.initialize`."
+            )

@@ -1,0 +1,151 @@
+"""Which parameters travel together: cuts a model into units, and says which modules need which of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from .policy import POLICIES, Policy
+
+if TYPE_CHECKING:
+    from ..config.sections import ZeroSection
+
+# Units that need not follow a module are merged up to this size: large enough that a collective's latency does not
+# count, small enough that several travel while the backward goes on.
+MERGED_NUMEL = 4 * 1024 * 1024
+
+
+@dataclass
+class UnitPlan:
+    """A unit to be built."""
+
+    name: str
+    params: list[tuple[str, nn.Parameter]]
+    dtype: torch.dtype
+    policy: Policy
+
+    @property
+    def numel(self) -> int:
+        """Elements of all its parameters."""
+        return sum(p.numel() for _, p in self.params)
+
+
+@dataclass
+class ScopePlan:
+    """A module whose forward and backward need its parameters whole."""
+
+    name: str
+    module: nn.Module
+    params: list[tuple[str, nn.Parameter]] = field(default_factory=list)
+
+
+def plan_scopes(model: nn.Module, zero: ZeroSection) -> list[ScopePlan]:
+    """The modules around which parameters are gathered, in the model's order; the model itself is the first.
+
+    A scope is a leaf module named in the configuration, or a member of a list of at least two modules of one class
+    (the model's blocks; its whole subtree is one scope, so that branches inside a block do not make ranks diverge),
+    or any other module that owns parameters itself.
+    """
+    leaves = zero.leaf_module
+    root = ScopePlan("", model)
+    scopes = [root]
+
+    def visit(module: nn.Module, name: str, is_block: bool) -> None:
+        whole = is_block or _is_leaf(module, name, leaves)
+        params = _named(module, name, recurse=whole)
+        scope = root
+        if module is not model:
+            if params:
+                scope = ScopePlan(name, module)
+                scopes.append(scope)
+        if params:
+            scope.params.extend(params)
+        if whole:
+            return
+        blocks = _holds_blocks(module)
+        for child_name, child in module.named_children():
+            visit(child, f"{name}.{child_name}" if name else child_name, blocks)
+
+    visit(model, "", False)
+    return scopes
+
+
+def plan_units(
+    scopes: list[ScopePlan], policy: Policy, zero: ZeroSection, low_dtype: torch.dtype | None
+) -> list[UnitPlan]:
+    """Cut the scopes' parameters into units.
+
+    Frozen and trained parameters and different dtypes never share a unit. Where parameters are released (stage 3) a
+    unit belongs to one scope; small parameters (``stage3_param_persistence_threshold``) rest whole, by the policy of
+    stage 2. Where nothing is released neighbours are merged. No unit is larger than the bucket sizes, except one
+    parameter that is.
+
+    Args:
+        scopes: from :func:`plan_scopes`.
+        policy: the row of the stage.
+        zero: ``zero_optimization``.
+        low_dtype: the dtype that fp16 or bf16 training casts floating-point parameters to.
+    """
+    cap = min(zero.reduce_bucket_size, zero.allgather_bucket_size)
+    seen: set[int] = set()
+    plans: list[UnitPlan] = []
+    merged: dict[tuple[bool, torch.dtype], UnitPlan] = {}
+    resting = POLICIES[2] if policy.release_params else policy
+    persistent_left = zero.stage3_model_persistence_threshold
+    for scope in scopes:
+        own: dict[tuple[bool, torch.dtype], UnitPlan] = {}
+        for name, param in scope.params:
+            if id(param) in seen:
+                continue
+            seen.add(id(param))
+            dtype = low_dtype if low_dtype is not None and param.dtype.is_floating_point else param.dtype
+            key = (param.requires_grad, dtype)
+            rests = not policy.release_params
+            if not rests and param.numel() <= min(zero.stage3_param_persistence_threshold, persistent_left):
+                rests = True
+                persistent_left -= param.numel()
+            pool, row, limit = (merged, resting, min(cap, MERGED_NUMEL)) if rests else (own, policy, cap)
+            plan = pool.get(key)
+            if plan is None or plan.numel + param.numel() > limit:
+                plan = pool[key] = UnitPlan(name, [], dtype, row)
+                plans.append(plan)
+            plan.params.append((name, param))
+    for plan in plans:
+        if len(plan.params) > 1:
+            plan.name = f"{plan.params[0][0]}..{plan.params[-1][0]}"
+    return plans
+
+
+def _named(module: nn.Module, name: str, *, recurse: bool) -> list[tuple[str, nn.Parameter]]:
+    prefix = f"{name}." if name else ""
+    return [(prefix + n, p) for n, p in module.named_parameters(recurse=recurse)]
+
+
+def _is_leaf(module: nn.Module, name: str, leaves: object) -> bool:
+    classes: tuple[str, ...] = tuple(getattr(leaves, "classes", ()) or ())
+    names: tuple[str, ...] = tuple(getattr(leaves, "names", ()) or ())
+    suffixes: tuple[str, ...] = tuple(getattr(leaves, "name_suffixes", ()) or ())
+    kind = type(module)
+    return (
+        kind.__name__ in classes
+        or f"{kind.__module__}.{kind.__qualname__}" in classes
+        or name in names
+        or any(name.endswith(s) for s in suffixes)
+    )
+
+
+def _holds_blocks(module: nn.Module) -> bool:
+    """Whether the module is a list of blocks: at least two members with parameters, all of one class."""
+    if not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+        return False
+    members = [m for m in module.children() if _has_parameters(m)]
+    return len(members) > 1 and len({type(m) for m in members}) == 1
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    first: Iterator[nn.Parameter] = module.parameters()
+    return next(first, None) is not None

@@ -1,0 +1,195 @@
+"""When gradients are reduced: as units complete during the backward pass, in one order on all ranks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .. import _torch
+from ..dist import Handle, Mesh
+from .gradient import UnitGradient
+from .policy import Policy
+
+# Reductions in flight at once. One travels while the next unit's gradients are computed; more only cost memory.
+MAX_IN_FLIGHT = 2
+
+
+class Reducer:
+    """Watches the backward pass and reduces each unit when its gradients are there.
+
+    All ranks reduce the units in the same order, whatever parameters each of them used: a unit waits for those
+    before it, and what is incomplete when the backward ends is reduced then, with zeros for what is missing. The
+    order starts as the reverse of the model's and is replaced by the one that rank 0 saw in its first backward.
+
+    Attributes:
+        boundary: whether the next backward is the last one before a step; set by the engine.
+        active: whether a backward pass is running.
+    """
+
+    def __init__(self, grads: list[UnitGradient], policy: Policy, mesh: Mesh, *, overlap: bool) -> None:
+        self.grads = list(grads)
+        self.boundary = True
+        self.active = False
+        self._policy = policy
+        self._mesh = mesh
+        self._in_flight_limit = MAX_IN_FLIGHT if overlap else 0
+        self._order = list(reversed(range(len(grads))))
+        self._order_learned = False
+        self._seen: list[int] = []
+        self._cursor = 0
+        self._ready: set[int] = set()
+        self._in_flight: list[tuple[UnitGradient, Handle]] = []
+        self._unreduced = False
+        self._hooks: list[Any] = []
+        self.on_end: Callable[[], None] = lambda: None
+        for index in range(len(self.grads)):
+            self._watch(index)
+
+    def add(self, grad: UnitGradient) -> None:
+        """Watch one more unit (it was frozen before)."""
+        self.grads.append(grad)
+        self._order.append(len(self.grads) - 1)
+        self._watch(len(self.grads) - 1)
+
+    def begin(self, *, ends_itself: bool = True) -> None:
+        """A backward pass starts. Does nothing if one is running.
+
+        Args:
+            ends_itself: called from inside the pass, which then calls :meth:`end` when it is over.
+        """
+        if self.active:
+            return
+        self.active = True
+        self._cursor = 0
+        self._ready.clear()
+        self._seen.clear()
+        for grad in self.grads:
+            grad.begin_backward()
+        if ends_itself:
+            _torch.queue_backward_callback(self.end)
+
+    @property
+    def reduces_now(self) -> bool:
+        """Whether this backward reduces, or only collects."""
+        return self._policy.reduce_each_micro_step or self.boundary
+
+    def end(self) -> None:
+        """The backward pass is over: reduce what is left, and wait."""
+        if not self.active:
+            return
+        self.active = False
+        if self.reduces_now:
+            self._reduce_rest()
+        else:
+            self._unreduced = True
+        self.on_end()
+
+    def finish(self) -> None:
+        """Before a step: make sure that all gradients of the window are reduced."""
+        if self._unreduced:
+            for grad in self.grads:
+                grad.begin_backward()
+            self._cursor = 0
+            self._reduce_rest()
+
+    def abort(self) -> None:
+        """A backward pass failed: drop every gradient of the window."""
+        self.active = False
+        self._drain()
+        self.discard()
+
+    def discard(self) -> None:
+        """Drop the gradients of the window."""
+        self._unreduced = False
+        for grad in self.grads:
+            grad.discard()
+
+    def close(self) -> None:
+        """Stop watching."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self.discard()
+
+    def _watch(self, index: int) -> None:
+        for slot in self.grads[index].unit.slots:
+            if slot.param.requires_grad:
+                self.watch_param(index, slot.param)
+
+    def watch_param(self, index: int, param: torch.nn.Parameter) -> None:
+        """Collect this parameter's gradients for the unit with this index."""
+        self._hooks.append(param.register_post_accumulate_grad_hook(lambda p: self._arrived(index, p)))
+
+    def _arrived(self, index: int, param: torch.Tensor) -> None:
+        self.begin()
+        grad = self.grads[index]
+        while grad.in_flight:
+            self._finish_oldest()
+        grad.collect(param)
+        if grad.complete:
+            self._seen.append(index)
+            if self.reduces_now:
+                self._unit_complete(index)
+
+    def _unit_complete(self, index: int) -> None:
+        if index in self._order[: self._cursor]:
+            # A second time in one backward (re-entrant checkpoints around a shared module): one more round.
+            self._issue(index)
+            return
+        self._ready.add(index)
+        while self._cursor < len(self._order) and self._order[self._cursor] in self._ready:
+            self._cursor += 1
+            self._issue(self._order[self._cursor - 1])
+
+    def _issue(self, index: int) -> None:
+        grad = self.grads[index]
+        if not grad.trained and not grad.pending:
+            return
+        while grad.in_flight or len(self._in_flight) > max(self._in_flight_limit - 1, 0):
+            self._finish_oldest()
+        self._in_flight.append((grad, grad.start_reduction()))
+        if self._in_flight_limit == 0:
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        grad, handle = self._in_flight.pop(0)
+        grad.finish_reduction(handle)
+
+    def _drain(self) -> None:
+        while self._in_flight:
+            self._finish_oldest()
+
+    def _reduce_rest(self) -> None:
+        early, rest = self._order[: self._cursor], self._order[self._cursor :]
+        self._cursor = len(self._order)
+        for index in rest:
+            self._issue(index)
+        for index in early:
+            if self.grads[index].pending:
+                self._issue(index)
+        self._drain()
+        self._unreduced = False
+        if not self._order_learned:
+            self._learn_order()
+
+    def _learn_order(self) -> None:
+        if not self.grads:
+            return
+        self._order_learned = True
+        seen = list(dict.fromkeys(self._seen))
+        order = seen + [i for i in self._order if i not in set(seen)]
+        device = self.grads[0].unit.device
+        agreed = torch.tensor(order, dtype=torch.int64, device=device)
+        self._mesh.world.broadcast(agreed, 0, "order of reductions")
+        if not _torch.is_fake(agreed):
+            self._order = agreed.tolist()
+
+
+def warn_discarded() -> None:
+    """Say that a failed backward cost the gradients of its window."""
+    warnings.warn(
+        "The last backward pass did not end; the gradients of its accumulation window were dropped.", stacklevel=3
+    )

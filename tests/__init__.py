@@ -1,0 +1,1 @@
+"""The test suite: it mirrors ``src/shardwise`` path by path; ``tests.ranks`` runs functions on ranks."""

@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import pytest
+
+from shardwise.config import Config
+from shardwise.config.keys import Group, Key
+from shardwise.config.later import LATER
+from shardwise.config.later_training import LATER_OPTIMIZERS
+from shardwise.errors import ConfigError, NotYetSupported
+
+from .configs import minimal
+
+SAMPLES = {bool: (True, False), int: (7,), float: (0.37,), str: ("other",), list: ([1],), dict: ({"x": 1},)}
+
+
+def nest(path, value):
+    for part in reversed(path):
+        value = {part: value}
+    return value
+
+
+def scalars(group, path=()):
+    """Every scalar key of the table, with what stands above it."""
+    for name, spec in group.keys.items():
+        if isinstance(spec, Group):
+            yield from scalars(spec, (*path, name))
+        else:
+            yield (*path, name), spec
+
+
+def groups_above(path):
+    spec, found = LATER, []
+    for part in path[:-1]:
+        spec = spec.keys[part]
+        found.append(spec)
+    return found
+
+
+def context(path):
+    """A config that holds what the key's own section needs."""
+    return {"optimizer": {"type": "Adam"}} if path[0] == "optimizer" else {}
+
+
+def merged(path, value):
+    config = minimal(**context(path))
+    place = config
+    for part in path[:-1]:
+        place = place.setdefault(part, {})
+    place[path[-1]] = value
+    return config
+
+
+CASES = list(scalars(LATER))
+IDS = [".".join(path) for path, _ in CASES]
+
+
+@pytest.mark.parametrize(("path", "key"), CASES, ids=IDS)
+def test_a_value_that_asks_for_nothing_is_accepted_and_recorded(path, key):
+    above = groups_above(path)
+    if any(group.request or group.absent not in (False, "none") for group in above):
+        pytest.skip("the section itself is a request")
+    for value in (*key.inert, None):
+        config = Config.load(merged(path, value))
+        place = config.no_effect
+        for part in path[:-1]:
+            place = place.get(part, {})
+        assert place.get(path[-1]) == value
+        assert Config.load(config.as_dict()).no_effect == config.no_effect
+
+
+@pytest.mark.parametrize(("path", "key"), CASES, ids=IDS)
+def test_a_value_that_asks_for_something_is_refused_by_path(path, key):
+    above = groups_above(path)
+    sample = next(
+        (
+            each
+            for kind in key.kinds
+            for each in SAMPLES[kind]
+            if not any(type(each) is type(inert) and each == inert for inert in key.inert)
+        ),
+        None,
+    )
+    if sample is None:
+        assert set(key.inert) == {True, False}, "a key that no value of which asks for anything"
+        return
+    asleep = any(
+        group.switch is not None and f"{'.'.join(path)}".split(".", index + 1)[-1] != group.switch
+        for index, group in enumerate(above)
+    ) and not any(group.absent == "fixed" for group in above)
+    if asleep:
+        Config.load(merged(path, sample))
+        return
+    with pytest.raises(NotYetSupported) as caught:
+        Config.load(merged(path, sample))
+    text = str(caught.value)
+    assert any(
+        f"\n  {'.'.join(path[:end])}: " in text or ".mode: " in text for end in range(1, len(path) + 1)
+    )
+
+
+@pytest.mark.parametrize(("path", "key"), CASES, ids=IDS)
+def test_a_value_of_the_wrong_type_is_a_config_error_even_in_a_section_that_is_off(path, key):
+    wrong = next(
+        (each for kind, each in ((str, "x"), (bool, True), (list, [1]), (dict, {})) if kind not in key.kinds),
+        None,
+    )
+    if wrong is None:
+        return
+    with pytest.raises(ConfigError) as caught:
+        Config.load(merged(path, wrong))
+    assert f"  {'.'.join(path)}: " in str(caught.value)
+    assert "expected" in str(caught.value)
+
+
+def test_zero_is_not_false_and_one_is_not_true():
+    for value in (0, 1):
+        with pytest.raises(
+            ConfigError, match=rf"prescale_gradients: {value} is an integer; expected true or false"
+        ):
+            Config.load(minimal(prescale_gradients=value))
+
+
+@pytest.mark.parametrize(
+    ("keys", "paths"),
+    [
+        ({"flops_profiler": {"enabled": True, "profile_step": 9}}, ["flops_profiler.enabled"]),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, ["offload_optimizer.device"]),
+        ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, ["zero_optimization.zenflow"]),
+        ({"zero_optimization": {"zeropp_loco_param": {}}}, ["zero_optimization.zeropp_loco_param"]),
+        ({"sparse_attention": {"block": 16}}, ["sparse_attention.mode"]),
+        ({"datastates_ckpt": {"host_cache_size": 16}}, ["datastates_ckpt"]),
+        ({"checkpoint": {"writer": {"type": "FAST"}}}, ["checkpoint.writer"]),
+        ({"tensor_parallel": {"autotp_size": 4}}, ["tensor_parallel.autotp_size"]),
+        (
+            {"compression_training": {"row_pruning": {"shared_parameters": {"enabled": True}}}},
+            ["compression_training.row_pruning.shared_parameters.enabled"],
+        ),
+        (
+            {"prescale_gradients": True, "aio": {"queue_depth": 32}},
+            ["prescale_gradients", "aio.queue_depth"],
+        ),
+    ],
+)
+def test_requests(keys, paths):
+    with pytest.raises(NotYetSupported) as caught:
+        Config.load(minimal(**keys))
+    assert str(caught.value).startswith(f"{len(paths)} problem")
+    for path in paths:
+        assert f"{path}: " in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"sparse_attention": {}},
+        {"sparse_attention": {"mode": "dense", "block": 32}},
+        {"datastates_ckpt": {}},
+        {
+            "compression_training": {
+                "row_pruning": {"shared_parameters": {"enabled": False}, "different_groups": {"a": 1}}
+            }
+        },
+        {"zero_optimization": {"zenflow": None}},
+        {"amp": {"enabled": False, "anything": [1]}},
+        {"elasticity": {"enabled": False, "min_gpus": 4, "version": 0.1}},
+    ],
+)
+def test_sections_that_are_off(keys):
+    Config.load(minimal(**keys))
+
+
+def test_a_config_error_beside_it_wins_and_both_are_listed():
+    with pytest.raises(ConfigError) as caught:
+        Config.load(minimal(prescale_gradients=True, seed=-1))
+    assert not isinstance(caught.value, NotYetSupported)
+    assert "prescale_gradients: true" in str(caught.value)
+    assert "seed: -1" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [*LATER_OPTIMIZERS, "lamb", "onebitadam", "muon"])
+def test_optimizers_that_have_not_landed(name):
+    with pytest.raises(NotYetSupported, match=r"optimizer\.type: "):
+        Config.load(minimal(optimizer={"type": name, "params": {"lr": 1e-3, "freeze_step": 10}}))
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_upstream_arguments_of_adam(value):
+    source = minimal(optimizer={"type": "Adam", "params": {"lr": 1e-3, "bias_correction": value}})
+    if value:
+        config = Config.load(source)
+        assert config.optimizer.params == {"lr": 1e-3}
+        assert config.no_effect == {"optimizer": {"params": {"bias_correction": True}}}
+    else:
+        with pytest.raises(NotYetSupported, match=r"optimizer\.params\.bias_correction: false"):
+            Config.load(source)
+
+
+def test_the_table_is_well_formed():
+    for path, key in CASES:
+        assert isinstance(key, Key)
+        for value in key.inert:
+            assert isinstance(value, key.kinds), path

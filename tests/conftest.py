@@ -1,0 +1,52 @@
+"""Fixtures for every test: the pools of ranks, and the checks that a test leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+# Before anything imports torch: one thread, the CPU only, and no look-ups on the network.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import numpy as np
+import pytest
+import torch
+
+from tests.ranks import RankPools
+from tests.ranks.leaks import Snapshot, new_files
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPools]:
+    """``ranks(2).run(fn, *args)`` calls ``fn`` on two ranks and returns what each returned."""
+    with RankPools() as pools:
+        yield pools
+
+
+@pytest.fixture(scope="session", autouse=True)
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Make an empty folder the working directory, so that a file that a test drops is seen and harmless."""
+    before = Path.cwd()
+    folder = tmp_path_factory.mktemp("cwd")
+    os.chdir(folder)
+    yield folder
+    os.chdir(before)
+
+
+@pytest.fixture(autouse=True)
+def no_leaks(scratch: Path) -> Iterator[None]:
+    """Fail a test that leaves a process group, a variable, a thread, a file or a default of torch changed."""
+    torch.manual_seed(1234)
+    random.seed(1234)
+    np.random.seed(1234)
+    before = Snapshot()
+    yield
+    leaks = before.leaks()
+    leaks += new_files(scratch)
+    if leaks:
+        pytest.fail("the test left behind:\n  " + "\n  ".join(leaks), pytrace=False)
