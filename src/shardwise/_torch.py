@@ -19,7 +19,7 @@ reduce_scatter_single: Callable[..., Any] = (
 )
 
 
-def default_store() -> dist.Store:
+def default_store() -> Any:
     """The key-value store behind the default process group."""
     return dist.distributed_c10d._get_default_store()
 
@@ -42,7 +42,8 @@ def queue_backward_callback(callback: Callable[[], None]) -> None:
 
 def preserve_version(tensor: torch.Tensor) -> Any:
     """A context in which in-place writes to ``tensor`` do not invalidate what autograd saved."""
-    return torch.autograd._unsafe_preserve_version_counter(tensor)  # type: ignore[no-untyped-call]
+    autograd: Any = torch.autograd
+    return autograd._unsafe_preserve_version_counter(tensor)
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

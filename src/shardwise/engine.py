@@ -24,7 +24,7 @@ from .outcome import StepOutcome, clip_factor
 from .precision import NoScaler, autocast_context, build_scaler
 from .sharding import ShardedModel, model_state_bytes
 from .sharding.access import pinned
-from .sharding.agreement import agree, is_finite
+from .sharding.agreement import agree
 from .sharding.gradient import LOW_PRECISION
 
 
@@ -157,7 +157,7 @@ class Engine(nn.Module):
         with self._meter.part("step"):
             self.settle()
             self._sharded.reducer.finish()
-            self._outcome = self._apply(self.optimizer)
+            self._outcome = self._take_step(self.optimizer)
             self._unsettled = True
             self._lr_kwargs = dict(lr_kwargs or {})
             self.micro_steps += 1
@@ -441,7 +441,7 @@ class Engine(nn.Module):
             loss = loss.float()  # a scaled fp16 loss would overflow itself
         return loss if factor == 1.0 else loss * factor
 
-    def _apply(self, optimizer: ShardedOptimizer) -> StepOutcome:
+    def _take_step(self, optimizer: ShardedOptimizer) -> StepOutcome:
         agreement = agree(self._sharded, self._tokens)
         inverse = torch.full_like(agreement.squares, 1.0 / self._scaler.scale)
         if self.config.gradient_normalization == "tokens":

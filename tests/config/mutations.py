@@ -1,4 +1,4 @@
-"""Random edits of a config, as people make them: typo, wrong type, negative, huge, nested in the wrong place."""
+"""Random edits of a config, as people make them: typo, wrong type, negative, huge, in the wrong place."""
 
 from __future__ import annotations
 

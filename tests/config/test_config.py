@@ -194,7 +194,7 @@ def test_hybrid_sharding_that_fits(zero):
 
 
 def test_a_wrong_stage_is_not_blamed_on_the_groups_too():
-    with pytest.raises(ConfigError, match="^1 problem "):
+    with pytest.raises(ConfigError, match=r"^1 problem "):
         Config.load(minimal(zero_optimization={"stage": "3", "zero_hpz_partition_size": 2}), world_size=2)
 
 

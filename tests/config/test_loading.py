@@ -47,7 +47,8 @@ def test_the_mapping_is_left_as_it_was(name):
 def test_comments_trailing_commas_and_a_byte_order_mark(tmp_path):
     path = write(
         tmp_path,
-        '\ufeff{ // batch\n "train_batch_size": 8, # samples\n /* zero */ "zero_optimization": {"stage": 2,},\n}',
+        '\ufeff{ // batch\n "train_batch_size": 8, # samples\n /* zero */ '
+        '"zero_optimization": {"stage": 2,},\n}',
     )
     config = Config.load(path)
     assert (config.train_batch_size, config.zero_optimization.stage) == (8, 2)
@@ -63,9 +64,8 @@ def test_duplicate_keys_are_refused_with_their_path(comment, tmp_path):
 @pytest.mark.parametrize("comment", ["", "# a comment\n"])
 @pytest.mark.parametrize("number", ["1e400", "-1e400", "1" * 5000])
 def test_numbers_too_large_for_any_type_are_refused_with_their_path(comment, number, tmp_path):
-    path = write(
-        tmp_path, comment + '{"train_batch_size": 8, "zero_optimization": {"sub_group_size": %s}}' % number
-    )
+    zero = f'{{"sub_group_size": {number}}}'
+    path = write(tmp_path, f'{comment}{{"train_batch_size": 8, "zero_optimization": {zero}}}')
     with pytest.raises(ConfigError, match=r"zero_optimization\.sub_group_size: .*too large"):
         Config.load(path)
 

@@ -72,7 +72,8 @@ def _children() -> dict[int | None, str]:
 
 def _describe(thread: threading.Thread) -> str:
     target = getattr(thread, "_target", None)
-    runs = f" running {target.__module__}.{target.__qualname__}" if hasattr(target, "__qualname__") else ""
+    name = getattr(target, "__qualname__", "")
+    runs = f" running {getattr(target, '__module__', '?')}.{name}" if name else ""
     return f"thread {thread.name!r}{' (daemon)' if thread.daemon else ''}{runs}"
 
 

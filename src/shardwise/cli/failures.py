@@ -15,8 +15,8 @@ class RankEnd:
 
     `exit_code` is negative for a signal, as in `subprocess`. `kind`, `time` (seconds since the epoch), `text`
     (a traceback or an exit message) and `consequence` (an error that only says that another rank is gone)
-    come from the rank's own report; a rank that could not write one has `kind` "silent" (or "killed") and `time`
-    infinity.
+    come from the rank's own report; a rank that could not write one has `kind` "silent" (or "killed") and
+    `time` infinity.
     """
 
     rank: int

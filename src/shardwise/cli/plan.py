@@ -19,8 +19,8 @@ class LaunchPlan:
     """A launch on this node.
 
     `nproc`: ranks on this node. `min_nodes`, `max_nodes`: equal unless the job is elastic. `node_rank`: None
-    lets the rendezvous number the nodes. `rdzv_endpoint`: "host:port", or None on a single node. `threads`: what
-    each rank gets as OMP_NUM_THREADS, None to leave it alone.
+    lets the rendezvous number the nodes. `rdzv_endpoint`: "host:port", or None on a single node. `threads`:
+    what each rank gets as OMP_NUM_THREADS, None to leave it alone.
     """
 
     nproc: int

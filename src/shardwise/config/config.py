@@ -112,7 +112,8 @@ def _build(
         section = None if value is None else validate(model, value, (name,), problems)
         if section is not None:
             values[name] = section
-    top = validate(TopLevel, {key: item for key, item in rest.items() if key not in BATCH_KEYS}, (), problems)
+    scalars = {key: item for key, item in rest.items() if key not in BATCH_KEYS}
+    top = validate(TopLevel, scalars, (), problems) or TopLevel()
     values.update({name: getattr(top, name) for name in TopLevel.model_fields})
     _check_constructors(values, no_effect, problems)
     batch = _resolve_batch(written, world_size, problems)

@@ -107,7 +107,7 @@ class Stripper:
         if group.switch is not None:
             value = _state(raw, group)
             switch = (*path, *group.switch.split("."))
-            if isinstance(value, bool) != isinstance(group.off[0], bool):
+            if type(value) is not type(group.off[0]):
                 return True  # reported as a wrong type
             if raw and not is_inert(value, group.off):
                 self._later(switch, value, group.off)

@@ -86,6 +86,8 @@ def unknown_key(path: Path, known: Iterable[str] | None = None) -> str:
             "unknown key; loss scaling is for fp16 only, bf16 has the range of fp32 and needs none: remove it"
         )
     names = list(known_keys().get(section, ()) if known is None else known)
+    if key in known_keys().get(section, ()):
+        return f"unknown key for this type, which takes {', '.join(sorted(names))}"
     elsewhere = [other for other, keys in known_keys().items() if key in keys and other != section]
     if elsewhere:
         return f"unknown key here; {_belongs(elsewhere, key)}"

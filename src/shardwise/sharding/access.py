@@ -41,16 +41,21 @@ def unmark(unit: Unit) -> None:
             delattr(slot.param, _ATTRIBUTE)
 
 
-def take_over(params: list[tuple[str, nn.Parameter]]) -> bool:
-    """Gather parameters that ``zero.Init`` sharded, so that they can be cut anew.
+def take_over(params: list[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
+    """Gather those parameters that ``zero.Init`` sharded, so that they can be cut anew.
 
     Returns:
-        Whether the parameters are ordinary ones, whose values the ranks must still agree on.
+        The others: ordinary parameters, on whose values the ranks must still agree.
     """
-    provisional = {id(u): u for _, p in params if (u := unit_of(p)) is not None}
-    for unit in provisional.values():
+    ordinary = []
+    for name, param in params:
+        unit = unit_of(param)
+        if unit is None:
+            ordinary.append((name, param))
+            continue
+        unit.on_take_over()
         unit.finish_gather()
-    return not provisional
+    return ordinary
 
 
 @contextmanager
@@ -165,7 +170,7 @@ def _fingerprint(flat: torch.Tensor) -> int:
     chunk = 1 << 20
     weights = torch.arange(1, 2 * chunk, 2, dtype=torch.int64, device=flat.device)
     value = 0
-    for part in words.split(chunk):
+    for part in torch.split(words, chunk):
         mixed = (part.to(torch.int64) * weights[: part.numel()]).sum().item()
         value = (value * 1_000_003 + int(mixed)) & 0xFFFFFFFFFFFFFFFF
     return value

@@ -63,8 +63,8 @@ def sum_of_squares(flat: torch.Tensor) -> torch.Tensor:
     """Sum of the squares of a flat tensor, as a float64 scalar on its device."""
     wide = torch.float64 if flat.dtype == torch.float64 else torch.float32
     body = flat.numel() // ROW * ROW
-    rows = torch.linalg.vector_norm(flat[:body].view(-1, ROW), dim=1, dtype=wide).double()
-    rest = torch.linalg.vector_norm(flat[body:], dtype=wide).double()
+    rows: torch.Tensor = torch.linalg.vector_norm(flat[:body].view(-1, ROW), dim=1, dtype=wide).double()
+    rest: torch.Tensor = torch.linalg.vector_norm(flat[body:], dtype=wide).double()
     return rows.square().sum() + rest.square()
 
 

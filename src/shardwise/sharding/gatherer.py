@@ -172,7 +172,7 @@ class Gatherer:
         if mode not in self._stray_checked:
             self._stray_checked.add(mode)
             if not any(_torch.is_compiled(m) for m in self._scopes[0].module.modules()):
-                self._stray[mode] = StrayParameters(self._of_param, self._adopt_stray)
+                self._stray[mode] = StrayParameters(lambda p: self._of_param.get(id(p)), self._adopt_stray)
                 self._stray[mode].start()
 
     def _stop_watching_strays(self) -> None:

@@ -133,9 +133,7 @@ class ShardedModel:
         units = []
         for index, plan in enumerate(plans):
             unit = Unit(index, plan.name, plan.params, plan.dtype, plan.policy, self.mesh, self.device)
-            fresh = take_over(plan.params)
-            if fresh:
-                self._agree_on_values(plan.params)
+            self._agree_on_values(take_over(plan.params))
             trained = plan.params[0][1].requires_grad
             unit.fill(with_master=trained and plan.dtype in LOW_PRECISION)
             unit.release()

@@ -121,7 +121,8 @@ class Reducer:
 
     def watch_param(self, index: int, param: torch.nn.Parameter) -> None:
         """Collect this parameter's gradients for the unit with this index."""
-        self._hooks.append(param.register_post_accumulate_grad_hook(lambda p: self._arrived(index, p)))
+        watched: Any = param
+        self._hooks.append(watched.register_post_accumulate_grad_hook(lambda p: self._arrived(index, p)))
 
     def _arrived(self, index: int, param: torch.Tensor) -> None:
         self.begin()

@@ -59,11 +59,12 @@ class StateDictHooks:
                 unit.adopt()
             self._release(m, scope_units)
 
+        target: Any = module
         self._hooks += [
-            module.register_state_dict_pre_hook(before_save),
-            module.register_state_dict_post_hook(after_save),
-            module.register_load_state_dict_pre_hook(before_load),
-            module.register_load_state_dict_post_hook(after_load),
+            target.register_state_dict_pre_hook(before_save),
+            target.register_state_dict_post_hook(after_save),
+            target.register_load_state_dict_pre_hook(before_load),
+            target.register_load_state_dict_post_hook(after_load),
         ]
 
     def _own(self, module: nn.Module) -> list[Unit]:

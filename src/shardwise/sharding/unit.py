@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -94,6 +94,7 @@ class Unit:
     ) -> None:
         self.index = index
         self.provisional = provisional
+        self.on_take_over: Callable[[], None] = lambda: None
         self.device = device
         self.name = name
         self.policy = policy

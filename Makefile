@@ -1,0 +1,49 @@
+# make venv   only create .venv (PYTHON=... picks the interpreter)
+# make demo   train a small GPT on 2 processes with ZeRO-3 (under 4 minutes)
+# make test   the whole test suite, on the CPU
+# make check  linter, type check, tests
+#
+# Each creates .venv from requirements.lock when it is missing or the lock is newer.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PIP := $(BIN)/pip --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test lint check clean
+
+help:
+	@sed -n 's/^# make /make /p' Makefile
+
+venv: $(READY)
+
+# --no-deps: the lock is complete, and nothing may bring another torch. Where pip's torch is the CUDA build (Linux
+# outside a CPU-only index), its CUDA libraries are not in the lock, so they are installed by torch's own pins.
+$(READY): requirements.lock pyproject.toml
+	@echo "making $(VENV) from requirements.lock, about a minute"
+	@$(PYTHON) -c 'import sys; sys.exit("shardwise needs Python >= 3.10; this is " + sys.version.split()[0] + ". Set PYTHON=...") if sys.version_info < (3, 10) else 0'
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	@$(PIP) install -q --no-deps -r requirements.lock
+	@$(BIN)/python -c 'import torch' 2>/dev/null || { \
+		echo "this torch is built for CUDA: installing its libraries"; \
+		$(PIP) install -q "$$(grep '^torch==' requirements.lock)"; }
+	@$(BIN)/python -c 'import torch' || { echo "torch cannot be imported: see above"; exit 1; }
+	@$(PIP) install -q --no-deps --no-build-isolation -e .
+	@touch $(READY)
+
+demo: $(READY)
+	@$(BIN)/shardwise demo
+
+test: $(READY)
+	@CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest
+
+lint: $(READY)
+	@$(BIN)/ruff check
+	@$(BIN)/mypy --strict
+
+check: lint test
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
