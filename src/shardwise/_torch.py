@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -48,7 +49,9 @@ def preserve_version(tensor: torch.Tensor) -> Any:
 
 def is_compiled(module: torch.nn.Module) -> bool:
     """Whether the module is a ``torch.compile`` wrapper."""
-    return isinstance(module, torch._dynamo.eval_frame.OptimizedModule)
+    # Importing torch._dynamo takes a second; where nobody has imported it, nothing is compiled.
+    eval_frame = sys.modules.get("torch._dynamo.eval_frame")
+    return eval_frame is not None and isinstance(module, eval_frame.OptimizedModule)
 
 
 def in_backward_pass() -> bool:

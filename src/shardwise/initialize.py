@@ -6,7 +6,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,7 +17,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from . import _torch
-from .config import Config
 from .data import build_loader
 from .dist import Mesh, init_distributed
 from .dist.mesh import default_device
@@ -28,6 +27,9 @@ from .optim import build_optimizer, build_scheduler
 from .optim.sharded import ShardedOptimizer
 from .precision import model_dtype, torch_dtype
 from .sharding import ShardedModel
+
+if TYPE_CHECKING:
+    from .config import Config
 
 
 def initialize(
@@ -143,6 +145,8 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Any:
 
 
 def _load(source: Any, model: nn.Module) -> Config:
+    from .config import Config  # not at import time: pydantic costs more than all the rest of this library
+
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     if isinstance(source, Config):
         source = source.as_dict()
@@ -182,7 +186,9 @@ def _optimizer(
         if isinstance(given, ShardedOptimizer):
             raise ShardingError("this optimizer belongs to another engine; give initialize the plain one.")
         return given
-    params = list(model_parameters) if model_parameters is not None else [p for p in model.parameters() if p.requires_grad]
+    params = (
+        list(model_parameters) if model_parameters is not None else [p for p in model.parameters() if p.requires_grad]
+    )
     if given is not None:
         made = given(params)
         if not isinstance(made, Optimizer):

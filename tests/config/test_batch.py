@@ -15,9 +15,7 @@ TRAIN, MICRO, GAS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradi
     [(TRAIN, MICRO, GAS), (TRAIN, MICRO), (TRAIN, GAS), (MICRO, GAS)],
     ids=["all", "train+micro", "train+gas", "micro+gas"],
 )
-@given(
-    micro=st.integers(1, 1000), gas=st.integers(1, 1000), world=st.integers(1, 1000), as_float=st.booleans()
-)
+@given(micro=st.integers(1, 1000), gas=st.integers(1, 1000), world=st.integers(1, 1000), as_float=st.booleans())
 def test_any_way_to_give_the_batch_leads_to_the_same_numbers(given_keys, micro, gas, world, as_float):
     numbers = {TRAIN: micro * gas * world, MICRO: micro, GAS: gas}
     source = {key: float(numbers[key]) if as_float else numbers[key] for key in given_keys}

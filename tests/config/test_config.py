@@ -122,6 +122,7 @@ def test_sizes_written_as_floats_are_integers():
         ({"fp16": {"loss_scale_window": 0}}, "fp16.loss_scale_window: 0 is out of range"),
         ({"fp16": {"initial_scale_power": 200}}, "fp16.initial_scale_power: 200 is out of range"),
         ({"fp16": {"min_loss_scale": 0}}, "fp16.min_loss_scale: 0 is out of range"),
+        ({"fp16": {"loss_scale": 1e300}}, "fp16.loss_scale: 1e+300 is too large for fp32"),
         ({"gradient_clipping": -1}, "gradient_clipping: -1 is out of range"),
         ({"gradient_clipping": "1"}, 'gradient_clipping: "1" is a string'),
         (

@@ -122,9 +122,7 @@ def test_a_value_of_the_wrong_type_is_a_config_error_even_in_a_section_that_is_o
 
 def test_zero_is_not_false_and_one_is_not_true():
     for value in (0, 1):
-        with pytest.raises(
-            ConfigError, match=rf"prescale_gradients: {value} is an integer; expected true or false"
-        ):
+        with pytest.raises(ConfigError, match=rf"prescale_gradients: {value} is an integer; expected true or false"):
             Config.load(minimal(prescale_gradients=value))
 
 

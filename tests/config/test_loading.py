@@ -47,8 +47,7 @@ def test_the_mapping_is_left_as_it_was(name):
 def test_comments_trailing_commas_and_a_byte_order_mark(tmp_path):
     path = write(
         tmp_path,
-        '\ufeff{ // batch\n "train_batch_size": 8, # samples\n /* zero */ '
-        '"zero_optimization": {"stage": 2,},\n}',
+        '\ufeff{ // batch\n "train_batch_size": 8, # samples\n /* zero */ "zero_optimization": {"stage": 2,},\n}',
     )
     config = Config.load(path)
     assert (config.train_batch_size, config.zero_optimization.stage) == (8, 2)
@@ -128,9 +127,7 @@ def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path):
         assert str(path) in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "source", ["", "ds_config.json", "conf", "{}", "e30", "a" * 10_000, "bm9wZQ==", "\x00"]
-)
+@pytest.mark.parametrize("source", ["", "ds_config.json", "conf", "{}", "e30", "a" * 10_000, "bm9wZQ==", "\x00"])
 def test_a_string_that_is_neither_file_nor_base64(source):
     with pytest.raises(ConfigError, match="neither an existing file nor"):
         Config.load(source)

@@ -73,14 +73,10 @@ JSON = st.recursive(
 TOP_KEYS = st.sampled_from(
     ["train_batch_size", "optimizer", "scheduler", "fp16", "bf16", "zero_optimization", "amp", "aio", "seed"]
 )
-INNER_KEYS = st.sampled_from(
-    ["enabled", "type", "params", "stage", "leaf_module", "loss_scale", "block_size"]
-)
+INNER_KEYS = st.sampled_from(["enabled", "type", "params", "stage", "leaf_module", "loss_scale", "block_size"])
 
 
-@given(
-    st.dictionaries(TOP_KEYS | st.text(), JSON | st.dictionaries(INNER_KEYS | st.text(), JSON, max_size=4))
-)
+@given(st.dictionaries(TOP_KEYS | st.text(), JSON | st.dictionaries(INNER_KEYS | st.text(), JSON, max_size=4)))
 @settings(max_examples=100, deadline=None)
 def test_any_json_at_all_is_loaded_or_refused(source):
     try:

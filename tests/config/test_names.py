@@ -46,8 +46,7 @@ def message(**keys):
         ),
         (
             {"zero_optimization": {"gradient_clipping": 1.0}},
-            "zero_optimization.gradient_clipping: unknown key here; "
-            '"gradient_clipping" belongs at the top level',
+            'zero_optimization.gradient_clipping: unknown key here; "gradient_clipping" belongs at the top level',
         ),
         (
             {"scheduler": {"type": "WarmupLR", "params": {"total_num_steps": 10}}},
@@ -72,8 +71,7 @@ def message(**keys):
         ({"fp16": {"check_grad_overflow": True}}, '"check_grad_overflow" belongs in bf16'),
         (
             {"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}},
-            "optimizer.params.max_grad_norm: unknown key; "
-            'clipping is not the optimizer\'s: write "gradient_clipping"',
+            'optimizer.params.max_grad_norm: unknown key; clipping is not the optimizer\'s: write "gradient_clipping"',
         ),
         ({"aio": {"thread_count": 1}}, 'aio.thread_count: unknown key; write "intra_op_parallelism"'),
         (
@@ -86,8 +84,7 @@ def message(**keys):
         ({"a.b c": 1}, "a.b c: unknown key"),
         (
             {"bf16": {"stage3_prefetch_bucket_sze": 1}},
-            'did you mean "stage3_prefetch_bucket_size"? '
-            '"stage3_prefetch_bucket_size" belongs in zero_optimization',
+            'did you mean "stage3_prefetch_bucket_size"? "stage3_prefetch_bucket_size" belongs in zero_optimization',
         ),
     ],
 )

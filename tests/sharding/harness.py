@@ -81,6 +81,7 @@ class Case:
         steps, gas: length of the run, micro-steps per step.
         optimizer: over all parameters of the model.
         zero, config: keys on top of those of the stage.
+        clip: largest gradient norm, 0 for any.
     """
 
     build: Callable[[], nn.Module]
@@ -91,6 +92,7 @@ class Case:
     optimizer: Callable[[Any], torch.optim.Optimizer] = adamw
     zero: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
+    clip: float = 0.0
 
 
 @dataclass
@@ -114,6 +116,7 @@ def config(stage: str, *, gas: int = 1, zero: Mapping[str, Any] | None = None, *
         "train_micro_batch_size_per_gpu": SAMPLES,
         "gradient_accumulation_steps": gas,
         "communication_timeout": 20,
+        "gradient_clipping": 0.0,
         "zero_optimization": {**ZERO[stage], **(zero or {})},
         **keys,
     }
@@ -149,6 +152,8 @@ def plain(case: Case, size: int) -> Run:
             run.losses[-1].append([loss.item() for loss in losses])
             (torch.stack(losses).mean() / case.gas).backward()
         run.norms.append(norm_of(model))
+        if case.clip:
+            nn.utils.clip_grad_norm_(model.parameters(), case.clip)
         optimizer.step()
         optimizer.zero_grad()
     run.state = copied(model)
@@ -158,7 +163,7 @@ def plain(case: Case, size: int) -> Run:
 def sharded(case: Case, stage: str) -> Run:
     """The same through the engine; the losses are this rank's."""
     model = built(case.build)
-    engine = start(model, stage, case.optimizer, gas=case.gas, zero=case.zero, **case.config)
+    engine = start(model, stage, case.optimizer, gas=case.gas, zero=case.zero, gradient_clipping=case.clip, **case.config)
     rank, _ = rank_and_size()
     run = Run()
     try:
@@ -184,13 +189,15 @@ def check(case: Case, stage: str) -> None:
     for step in range(case.steps):
         mine = [losses[rank] for losses in expected.losses[step]]
         for micro in range(case.gas):
-            assert close(found.losses[step][micro], mine[micro]), f"loss of step {step}, micro-step {micro}"
-        assert close(found.norms[step], expected.norms[step]), f"gradient norm of step {step}"
+            same(found.losses[step][micro], mine[micro], f"loss of step {step}, micro-step {micro}")
+        same(found.norms[step], expected.norms[step], f"gradient norm of step {step}")
     same_state(found.state, expected.state)
 
 
-def close(found: float, expected: float) -> bool:
-    return abs(found - expected) <= RELATIVE * abs(expected) + 1e-14
+def same(found: float, expected: float, what: str) -> None:
+    """Assert that two numbers are equal but for rounding."""
+    error = abs(found - expected) / max(abs(expected), 1e-4)
+    assert error <= RELATIVE, f"{what}: {found!r} instead of {expected!r} (relative error {error:.1e})"
 
 
 def same_state(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:

@@ -98,9 +98,7 @@ def is_consequence(error: BaseException) -> bool:
         seen.add(id(cause))
         if any(kind.__name__ in _CONSEQUENCE_TYPES for kind in type(cause).__mro__):
             return True
-        if isinstance(cause, (RuntimeError, OSError)) and any(
-            text in str(cause) for text in _CONSEQUENCE_TEXTS
-        ):
+        if isinstance(cause, (RuntimeError, OSError)) and any(text in str(cause) for text in _CONSEQUENCE_TEXTS):
             return True
         cause = cause.__cause__ or cause.__context__
     return False

@@ -34,10 +34,15 @@ def read_end(rank: int, exit_code: int | None, report: Path) -> RankEnd | None:
             return None
         return RankEnd(rank, exit_code, "killed" if exit_code < 0 else "silent")
     record = json.loads(report.read_text(encoding="utf-8"))
+    kind = str(record["kind"])
+    if kind == "done" and exit_code and exit_code != -signal.SIGTERM:
+        # The script was over, but the interpreter did not come through its shutdown.
+        return RankEnd(rank, exit_code, "killed" if exit_code < 0 else "silent")
     return RankEnd(
         rank=rank,
-        exit_code=int(record["code"]) if exit_code is None else exit_code,
-        kind=str(record["kind"]),
+        # The report's, because the launcher may have ended the rank on its way out.
+        exit_code=int(record["code"]),
+        kind=kind,
         time=float(record["time"]),
         text=str(record["text"]),
         consequence=bool(record.get("consequence", False)),

@@ -24,9 +24,7 @@ from shardwise.errors import ConfigError
 
 
 def command(
-    target: Annotated[
-        str, typer.Argument(metavar="SCRIPT", help="The script, or with -m the module, to run.")
-    ],
+    target: Annotated[str, typer.Argument(metavar="SCRIPT", help="The script, or with -m the module, to run.")],
     arguments: Annotated[
         list[str] | None,
         typer.Argument(metavar="[ARGS]...", help="Passed to it untouched.", show_default=False),
@@ -36,12 +34,8 @@ def command(
         int | None,
         typer.Option(min=1, help="Ranks on this node (default: the visible GPUs, or 1).", show_default=False),
     ] = None,
-    nnodes: Annotated[
-        str | None, typer.Option(help="Nodes: N, or MIN:MAX (default: 1).", show_default=False)
-    ] = None,
-    node_rank: Annotated[
-        int | None, typer.Option(help="Number of this node, from 0.", show_default=False)
-    ] = None,
+    nnodes: Annotated[str | None, typer.Option(help="Nodes: N, or MIN:MAX (default: 1).", show_default=False)] = None,
+    node_rank: Annotated[int | None, typer.Option(help="Number of this node, from 0.", show_default=False)] = None,
     rdzv_endpoint: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Where several nodes meet.", show_default=False)
     ] = None,
@@ -49,13 +43,9 @@ def command(
     max_restarts: Annotated[int, typer.Option(min=0, help="Restarts of all ranks after a failure.")] = 0,
     hostfile: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="Lines of 'host slots=N'; gives the nodes and ranks.", show_default=False
-        ),
+        typer.Option(metavar="FILE", help="Lines of 'host slots=N'; gives the nodes and ranks.", show_default=False),
     ] = None,
-    module: Annotated[
-        bool, typer.Option("-m", "--module", help="SCRIPT is a module name, as in python -m.")
-    ] = False,
+    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module name, as in python -m.")] = False,
 ) -> None:
     """Start a script on N ranks with torch's elastic agent.
 

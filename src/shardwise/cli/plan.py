@@ -51,9 +51,7 @@ def plan_nodes(
     if high > 1 and rdzv_endpoint is None:
         raise ConfigError(f"--nnodes {nnodes}: the nodes need a place to meet; add --rdzv-endpoint HOST:PORT")
     if node_rank is not None and low != high:
-        raise ConfigError(
-            f"--node-rank {node_rank}: the nodes of an elastic job ({nnodes}) have no fixed rank"
-        )
+        raise ConfigError(f"--node-rank {node_rank}: the nodes of an elastic job ({nnodes}) have no fixed rank")
     if node_rank is not None and not 0 <= node_rank < high:
         raise ConfigError(f"--node-rank {node_rank}: expected 0 to {high - 1} with --nnodes {nnodes}")
     return LaunchPlan(

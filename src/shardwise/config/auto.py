@@ -90,8 +90,7 @@ class Auto:
             name = format_path(path)
             self._problems.add(
                 path,
-                f'"auto" was left without a value; write {_expected(path)}, '
-                f"or give it with auto={{{show(name)}: ...}}",
+                f'"auto" was left without a value; write {_expected(path)}, or give it with auto={{{show(name)}: ...}}',
             )
 
 

@@ -43,9 +43,7 @@ def resolve(given: Mapping[str, int], world_size: int, problems: Problems) -> Ba
         gas = gas or 1
         train = micro * gas * world_size
         if train > MAX_INT:
-            problems.add(
-                (MICRO,), f"{micro} x {gas} ({GAS}) x {world_size} (world size) is above 2^63; lower it"
-            )
+            problems.add((MICRO,), f"{micro} x {gas} ({GAS}) x {world_size} (world size) is above 2^63; lower it")
             return None
         return Batch(train, micro, gas)
     if micro is not None and gas is not None:

@@ -33,12 +33,21 @@ _UNFIT_SCHEDULERS = {
     "SequentialLR": "it takes scheduler objects",
 }
 
-_NON_NEGATIVE = ("lr", "eps", "weight_decay", "momentum", "lr_decay", "lambd", "initial_accumulator_value")
+_NON_NEGATIVE = (
+    "alpha",
+    "eps",
+    "initial_accumulator_value",
+    "lambd",
+    "lr",
+    "lr_decay",
+    "momentum",
+    "momentum_decay",
+    "rho",
+    "weight_decay",
+)
 
 
-def check_optimizer(
-    section: OptimizerSection, problems: Problems
-) -> tuple[OptimizerSection, dict[str, object]]:
+def check_optimizer(section: OptimizerSection, problems: Problems) -> tuple[OptimizerSection, dict[str, object]]:
     """Check the optimizer's name and arguments.
 
     Returns:
@@ -55,9 +64,7 @@ def check_optimizer(
         return section, {}
     classes = _torch_optimizers()
     if name not in classes or name in _UNFIT_OPTIMIZERS:
-        problems.add(
-            path, _no_such(name, classes, LATER_OPTIMIZERS, _UNFIT_OPTIMIZERS, "a torch.optim class")
-        )
+        problems.add(path, _no_such(name, classes, LATER_OPTIMIZERS, _UNFIT_OPTIMIZERS, "a torch.optim class"))
         return section, {}
     params: dict[str, object] = section.params
     inert: dict[str, object] = {}
@@ -92,9 +99,7 @@ def check_scheduler(section: SchedulerSection, problems: Problems) -> SchedulerS
     return section.model_copy(update={"params": checked})
 
 
-def _no_such(
-    name: str, classes: Mapping[str, object], others: object, unfit: Mapping[str, str], what: str
-) -> str:
+def _no_such(name: str, classes: Mapping[str, object], others: object, unfit: Mapping[str, str], what: str) -> str:
     if name in classes and name in unfit:
         return f"{show(name)} cannot be used from a config: {unfit[name]}; expected another of {what}"
     names = [*classes, *others] if isinstance(others, (tuple, dict)) else list(classes)

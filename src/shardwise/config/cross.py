@@ -13,9 +13,7 @@ from shardwise.errors import ConfigError
 
 def check_world_size(world_size: object) -> None:
     """Raise ConfigError unless the world size is an integer >= 1."""
-    message = (
-        refused(Integer(1), world_size) if isinstance(world_size, int) else f"{world_size!r} is no integer"
-    )
+    message = refused(Integer(1), world_size) if isinstance(world_size, int) else f"{world_size!r} is no integer"
     if message is not None:
         raise ConfigError(f"world_size: {message}")
 
@@ -42,13 +40,9 @@ def _check_mics(zero: ZeroSection, world_size: int, problems: Problems) -> None:
     if size == -1 or problems.touches(path):
         return
     if world_size % size:
-        problems.add(
-            path, f"{size} does not divide the world size {world_size}; write {_divisors(world_size)} or -1"
-        )
+        problems.add(path, f"{size} does not divide the world size {world_size}; write {_divisors(world_size)} or -1")
     elif size > 1 and zero.stage == 0 and not problems.touches(_zero("stage")):
-        problems.add(
-            path, f"{size} ranks are to share the model, but zero_optimization.stage 0 shards nothing"
-        )
+        problems.add(path, f"{size} ranks are to share the model, but zero_optimization.stage 0 shards nothing")
 
 
 def _check_hpz(zero: ZeroSection, world_size: int, problems: Problems) -> None:
@@ -56,9 +50,7 @@ def _check_hpz(zero: ZeroSection, world_size: int, problems: Problems) -> None:
     if size == 1 or problems.touches(path):
         return
     if world_size % size:
-        problems.add(
-            path, f"{size} does not divide the world size {world_size}; write {_divisors(world_size)}"
-        )
+        problems.add(path, f"{size} does not divide the world size {world_size}; write {_divisors(world_size)}")
     elif zero.stage != 3 and not problems.touches(_zero("stage")):
         problems.add(path, f"{size} needs zero_optimization.stage 3, which is {zero.stage}; remove the key")
     elif zero.mics_shard_size != -1 and not problems.touches(_zero("mics_shard_size")):

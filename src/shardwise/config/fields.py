@@ -13,6 +13,8 @@ from pydantic_core import PydanticCustomError
 from shardwise.config.problems import mismatch, show
 
 MAX_INT = 2**63 - 1
+MAX_NUMBER = 3.4028235e38
+"""The largest finite fp32: any number of a config ends up in fp32 arithmetic."""
 
 
 def refuse(message: str) -> PydanticCustomError:
@@ -33,14 +35,8 @@ class Integer:
     @property
     def what(self) -> str:
         """What is expected, in words."""
-        text = (
-            f"an integer >= {self.low}"
-            if self.high == MAX_INT
-            else f"an integer from {self.low} to {self.high}"
-        )
-        return "".join(
-            [text, *(f", or {value}" for value in self.also), f" ({self.note})" if self.note else ""]
-        )
+        text = f"an integer >= {self.low}" if self.high == MAX_INT else f"an integer from {self.low} to {self.high}"
+        return "".join([text, *(f", or {value}" for value in self.also), f" ({self.note})" if self.note else ""])
 
     def __call__(self, value: object) -> int:
         """Return the value as an int, or refuse it."""
@@ -57,7 +53,7 @@ class Integer:
 
 @dataclass(frozen=True)
 class Number:
-    """A finite number between two bounds."""
+    """A number that fp32 can hold, between two bounds."""
 
     low: float | None = None
     above: float | None = None
@@ -80,8 +76,8 @@ class Number:
             number = float(value)
         except OverflowError:
             raise refuse(f"{show(value)} is too large; expected {self.what}") from None
-        if not math.isfinite(number):
-            raise refuse(f"{show(value)} is not finite; expected {self.what}")
+        if math.isnan(number) or abs(number) > MAX_NUMBER:
+            raise refuse(f"{show(value)} is too large for fp32; expected {self.what}")
         if (
             (self.low is not None and number < self.low)
             or (self.above is not None and number <= self.above)

@@ -43,9 +43,7 @@ _RANDOM_LTD = switched(
             "schedule_config": Group({"require_steps": integer(), "seq_per_step": integer()}),
         }
     ),
-    layer_token_lr_schedule=switched(
-        total_layer_tokens=integer(), warmup_type=text(), warmup_layer_tokens=integer()
-    ),
+    layer_token_lr_schedule=switched(total_layer_tokens=integer(), warmup_type=text(), warmup_layer_tokens=integer()),
 )
 
 _COMPRESSION = Group(
@@ -199,9 +197,7 @@ TOOLS: dict[str, Key | Group] = {
             "channel_pruning": _COMPRESSION,
         }
     ),
-    "weight_quantization": Group(
-        {"quantized_initialization": Group(open=True), "post_init_quant": Group(open=True)}
-    ),
+    "weight_quantization": Group({"quantized_initialization": Group(open=True), "post_init_quant": Group(open=True)}),
     "nebula": switched(
         load_path=text(),
         enable_nebula_load=flag(True),

@@ -75,9 +75,7 @@ def parse(text: str, name: str) -> object:
     except RecursionError:
         raise ConfigError(f"{name}: nested too deeply to be a config") from None
     except (ValueError, OverflowError) as error:
-        raise ConfigError(
-            f"{name}: not valid JSON (comments and trailing commas are allowed): {error}"
-        ) from error
+        raise ConfigError(f"{name}: not valid JSON (comments and trailing commas are allowed): {error}") from error
 
 
 def read(source: object) -> tuple[object, str]:

@@ -50,9 +50,7 @@ def known_keys() -> Mapping[Path, tuple[str, ...]]:
         _add_model(found, (name,), model)
     _add_group(found, (), LATER)
     found[("optimizer", "params")] = set(COMMON_OPTIMIZER_PARAMS)
-    found[("scheduler", "params")] = {
-        name for model in SCHEDULER_PARAMS.values() for name in model.model_fields
-    }
+    found[("scheduler", "params")] = {name for model in SCHEDULER_PARAMS.values() for name in model.model_fields}
     return {path: tuple(sorted(keys)) for path, keys in found.items()}
 
 
@@ -82,9 +80,7 @@ def unknown_key(path: Path, known: Iterable[str] | None = None) -> str:
     if hint:
         return f"unknown key; {hint}"
     if section == ("bf16",) and key in _FP16_ONLY:
-        return (
-            "unknown key; loss scaling is for fp16 only, bf16 has the range of fp32 and needs none: remove it"
-        )
+        return "unknown key; loss scaling is for fp16 only, bf16 has the range of fp32 and needs none: remove it"
     names = list(known_keys().get(section, ()) if known is None else known)
     if key in known_keys().get(section, ()):
         return f"unknown key for this type, which takes {', '.join(sorted(names))}"
@@ -92,9 +88,7 @@ def unknown_key(path: Path, known: Iterable[str] | None = None) -> str:
     if elsewhere:
         return f"unknown key here; {_belongs(elsewhere, key)}"
     close = difflib.get_close_matches(key, names, n=1) or [
-        name
-        for name in names
-        if name.lower().replace("_", "") == key.lower().replace("_", "").replace("-", "")
+        name for name in names if name.lower().replace("_", "") == key.lower().replace("_", "").replace("-", "")
     ]
     if close:
         return f'unknown key; did you mean "{close[0]}"?'

@@ -60,9 +60,7 @@ class TopLevel(Section):
     gradient_normalization: Annotated[
         str, BeforeValidator(Text({"micro_steps": "micro_steps", "tokens": "tokens"}))
     ] = "micro_steps"
-    communication_timeout: Annotated[float, BeforeValidator(Number(above=0, high=1e9, note="seconds"))] = (
-        600.0
-    )
+    communication_timeout: Annotated[float, BeforeValidator(Number(above=0, high=1e9, note="seconds"))] = 600.0
 
 
 class OptimizerSection(Section):
@@ -88,9 +86,7 @@ class FP16Section(Section):
     initial_scale_power: Annotated[
         int, BeforeValidator(Integer(0, 127, note="the scale starts at 2 to this power"))
     ] = 16
-    loss_scale_window: Annotated[
-        int, BeforeValidator(Integer(1, note="clean steps before the scale doubles"))
-    ] = 1000
+    loss_scale_window: Annotated[int, BeforeValidator(Integer(1, note="clean steps before the scale doubles"))] = 1000
     hysteresis: Annotated[int, BeforeValidator(Integer(1, note="overflows before the scale halves"))] = 2
     consecutive_hysteresis: Bool = False
     min_loss_scale: Annotated[

@@ -20,9 +20,7 @@ def modernise(raw: object, problems: Problems) -> dict[str, object]:
     config = cast(dict[str, object], raw)
     if "bfloat16" in config:
         if "bf16" in config:
-            problems.add(
-                ("bfloat16",), 'this is another name of "bf16", which is given too; keep one of the two'
-            )
+            problems.add(("bfloat16",), 'this is another name of "bf16", which is given too; keep one of the two')
             del config["bfloat16"]
         else:
             config["bf16"] = config.pop("bfloat16")
@@ -31,9 +29,7 @@ def modernise(raw: object, problems: Problems) -> dict[str, object]:
     if isinstance(zero, bool):
         config["zero_optimization"] = {"stage": int(zero)}
         if zero:
-            problems.warnings.append(
-                'zero_optimization: true is read as {"stage": 1}; write the stage that you want'
-            )
+            problems.warnings.append('zero_optimization: true is read as {"stage": 1}; write the stage that you want')
     elif isinstance(zero, dict) and _OLD_GATHER in zero:
         _rename_gather(zero, problems)
     return config

@@ -60,9 +60,7 @@ def _build(model: type[S], value: object, path: Path, problems: Problems) -> S |
         here = (*path, *detail["loc"])
         if detail["type"] == "missing":
             name = str(detail["loc"][-1])
-            problems.add(
-                here, f"missing; {_misplaced(value, name, path) or f'write {expected(model, name)}'}"
-            )
+            problems.add(here, f"missing; {_misplaced(value, name, path) or f'write {expected(model, name)}'}")
         else:
             problems.add(here, detail["msg"])
     wrong = {detail["loc"][0] for detail in details if detail["loc"]}

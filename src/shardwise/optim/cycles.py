@@ -28,7 +28,7 @@ class LRRangeTest(Schedule):
         last_batch_iteration: index of the last finished batch; -1 starts from the beginning.
     """
 
-    def __init__(  # noqa: PLR0917 - upstream's signature
+    def __init__(
         self,
         optimizer: Optimizer,
         lr_range_test_min_lr: float | Sequence[float] = 1e-3,
@@ -78,7 +78,7 @@ class OneCycle(Schedule):
         last_batch_iteration: index of the last finished batch; -1 starts from the beginning.
     """
 
-    def __init__(  # noqa: PLR0917 - upstream's signature
+    def __init__(
         self,
         optimizer: Optimizer,
         cycle_min_lr: float | Sequence[float],

@@ -38,9 +38,7 @@ class ShardedOptimizer(Optimizer):
         ShardingError: it holds a parameter that is not the model's.
     """
 
-    def __init__(
-        self, inner: Optimizer, model: ShardedModel, *, sub_group_size: int, allow_untested: bool
-    ) -> None:
+    def __init__(self, inner: Optimizer, model: ShardedModel, *, sub_group_size: int, allow_untested: bool) -> None:
         # Optimizer.__init__ is not called: groups, state and defaults are the inner optimizer's.
         self.optimizer = inner
         self.overflow = False
@@ -143,7 +141,9 @@ class ShardedOptimizer(Optimizer):
         state = sum(
             v.numel() * v.element_size() for s in self.state.values() for v in s.values() if isinstance(v, torch.Tensor)
         )
-        return state + sum(u.master.numel() * u.master.element_size() for u in self._model.units if u.master is not None)
+        return state + sum(
+            u.master.numel() * u.master.element_size() for u in self._model.units if u.master is not None
+        )
 
     def _bind(
         self, unit: Unit, total: torch.Tensor, scale: torch.Tensor | None, used: Mapping[int, bool] | None
@@ -245,8 +245,8 @@ def _check_class(inner: Optimizer, model: ShardedModel, allow_untested: bool) ->
     name = type(inner).__name__
     if type(inner).__module__.startswith("torch.optim"):
         raise ConfigError(
-            f"optimizer {name} needs whole parameters, and ZeRO stage {model.policy.stage} gives each rank a slice; use "
-            "stage 0, or an optimizer that steps each element by itself (AdamW, SGD, ...)."
+            f"optimizer {name} needs whole parameters, and ZeRO stage {model.policy.stage} gives each rank a slice; "
+            "use stage 0, or an optimizer that steps each element by itself (AdamW, SGD, ...)."
         )
     if not allow_untested:
         raise ConfigError(

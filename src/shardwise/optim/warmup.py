@@ -60,7 +60,7 @@ class WarmupLR(_Warmup):
         last_batch_iteration: index of the last finished batch; -1 starts from the beginning.
     """
 
-    def __init__(  # noqa: PLR0917 - upstream's signature
+    def __init__(
         self,
         optimizer: Optimizer,
         warmup_min_lr: float | Sequence[float] = 0.0,
@@ -100,7 +100,7 @@ class WarmupDecayLR(WarmupLR):
         last_batch_iteration: index of the last finished batch; -1 starts from the beginning.
     """
 
-    def __init__(  # noqa: PLR0917 - upstream's signature
+    def __init__(
         self,
         optimizer: Optimizer,
         total_num_steps: int,
@@ -149,7 +149,7 @@ class WarmupCosineLR(_Warmup):
         last_batch_iteration: index of the last finished batch; -1 starts from the beginning.
     """
 
-    def __init__(  # noqa: PLR0917 - upstream's signature
+    def __init__(
         self,
         optimizer: Optimizer,
         total_num_steps: int,

@@ -35,7 +35,8 @@ def agree(model: ShardedModel, tokens: float) -> Agreement:
     The flags are read back (which waits for the device) only where this rank did not use every parameter itself.
     """
     flags = [(slot.param, used) for g in model.grads for slot, used in zip(g.unit.slots, g.used, strict=True)]
-    mine = [u for _, u in flags]
+    mine = [used for _, used in flags]
+    wanted = [param.requires_grad for param, _ in flags]  # equal on all ranks
     device = model.device
     dtype = torch.float64 if any(u.dtype == torch.float64 for u in model.units) else torch.float32
     squares = torch.zeros((), dtype=torch.float64, device=device)
@@ -45,13 +46,14 @@ def agree(model: ShardedModel, tokens: float) -> Agreement:
     # Replicas hold the same slice, and stage 0 the same everything: each counts once.
     copies = model.mesh.replicate.size if model.policy.shard_optimizer else model.mesh.world.size
     head = torch.stack([squares / copies, torch.full_like(squares, tokens)])
-    if all(mine):
+    if mine == wanted:
         used = torch.ones(len(mine), dtype=torch.float64, device=device)
     else:
         used = torch.tensor(mine, dtype=torch.float64, device=device)
     message = torch.cat([head, used])
     model.mesh.world.sum_small(message, "gradient norm")
-    anyone = [True] * len(mine) if all(mine) else [v > 0 for v in message[2:].tolist()]
+    # A parameter that this rank used was used; only about others do the other ranks know more.
+    anyone = wanted if mine == wanted else [w and v > 0 for w, v in zip(wanted, message[2:].tolist(), strict=True)]
     return Agreement(
         squares=message[0].to(dtype),
         tokens=message[1].to(dtype),

@@ -96,9 +96,7 @@ class Gatherer:
         module = scope.module
         self._hooks.append(module.register_forward_pre_hook(lambda m, a: self._before(scope), prepend=True))
         # Also when the forward raises: a recomputation that stops early, or a user's error.
-        self._hooks.append(
-            module.register_forward_hook(lambda m, a, out: self._after(scope, a, out), always_call=True)
-        )
+        self._hooks.append(module.register_forward_hook(lambda m, a, out: self._after(scope, a, out), always_call=True))
 
     def _before(self, scope: Scope) -> None:
         if not self._running and not self._in_backward():

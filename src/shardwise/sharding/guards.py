@@ -31,9 +31,7 @@ class Guards:
         self._modules = []
 
 
-def _guarded_apply(
-    module: nn.Module, dtypes: set[torch.dtype], device: torch.device
-) -> Callable[..., nn.Module]:
+def _guarded_apply(module: nn.Module, dtypes: set[torch.dtype], device: torch.device) -> Callable[..., nn.Module]:
     def apply(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         for dtype in dtypes:
             before = torch.empty(0, dtype=dtype, device=device)

@@ -150,7 +150,9 @@ class Init:
 
     def _touch(self, unit: Unit) -> None:
         if not unit.provisional:
-            raise ShardingError(f"zero.Init is active while parameters of {unit.name}, which an engine manages, are used.")
+            raise ShardingError(
+                f"zero.Init is active while parameters of {unit.name}, which an engine manages, are used."
+            )
         unit.finish_gather()
         self._touched[id(unit)] = unit
         self._evict(TOUCHED)

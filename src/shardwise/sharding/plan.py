@@ -58,12 +58,10 @@ def plan_scopes(model: nn.Module, zero: ZeroSection) -> list[ScopePlan]:
         whole = is_block or _is_leaf(module, name, leaves)
         params = _named(module, name, recurse=whole)
         scope = root
-        if module is not model:
-            if params:
-                scope = ScopePlan(name, module)
-                scopes.append(scope)
-        if params:
-            scope.params.extend(params)
+        if module is not model and params:
+            scope = ScopePlan(name, module)
+            scopes.append(scope)
+        scope.params.extend(params)
         if whole:
             return
         blocks = _holds_blocks(module)

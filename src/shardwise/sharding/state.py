@@ -48,7 +48,9 @@ class StateDictHooks:
             self._copy_out(m, state_dict, prefix)
             self._release(m, scope_units)
 
-        def before_load(m: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+        def before_load(
+            m: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
+        ) -> None:
             if metadata.get("assign_to_params_buffers", False):
                 raise ShardingError("load_state_dict(assign=True) would replace sharded parameters; use assign=False.")
             self._gather(m, scope_units)

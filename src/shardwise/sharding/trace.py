@@ -34,7 +34,7 @@ class Trace:
             self._position = None
 
     def coming(self, numel: int) -> list[Unit]:
-        """The units that are needed next, up to ``numel`` elements in all (the first always counts as far as it fits)."""
+        """The units that are needed next, up to ``numel`` elements in all."""
         found: list[Unit] = []
         if self._position is None:
             return found

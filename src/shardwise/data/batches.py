@@ -1,0 +1,59 @@
+"""What a batch and a model's output look like."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from ..errors import ShardingError
+
+
+def call(model: nn.Module, batch: Any) -> Any:
+    """Give a batch to a model: a dict as keywords, a tuple or list as positions, anything else as it is."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """The loss in what a model returned.
+
+    Raises:
+        ShardingError: there is none.
+    """
+    if isinstance(output, torch.Tensor):
+        return output
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if found is None and isinstance(output, tuple | list) and output:
+        found = output[0]
+    if not isinstance(found, torch.Tensor):
+        raise ShardingError(
+            f"train_batch needs a model that returns its loss (a tensor, `.loss`, or first in a tuple); got "
+            f"{type(output).__name__}."
+        )
+    return found
+
+
+def repeat(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Batches without end, shuffled anew in each epoch."""
+    epoch = 0
+    while True:
+        if hasattr(loader.sampler, "set_epoch"):
+            loader.sampler.set_epoch(epoch)
+        yield from loader
+        epoch += 1
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """Floating-point tensors in nested lists, tuples and dicts, in another dtype."""
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, Mapping):
+        return {k: cast(v, dtype) for k, v in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(cast(v, dtype) for v in value)
+    return value
