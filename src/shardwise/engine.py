@@ -18,7 +18,7 @@ from .optim.sharded import ShardedOptimizer
 from .outcome import StepOutcome, clip_factor
 from .precision import NoScaler, autocast_context
 from .sharding.access import pinned
-from .sharding.agreement import agree
+from .sharding.agreement import agree, not_finite_units
 from .sharding.gradient import LOW_PRECISION
 
 
@@ -206,6 +206,7 @@ class Engine(EngineState):
         norm = agreement.squares.sqrt() * inverse
         factor = clip_factor(norm, self.config.gradient_clipping)
         scale = inverse * factor
+        self._gradient_bytes = sum(g.nbytes for g in self._sharded.grads)
         outcome = StepOutcome(norm, norm * factor, torch.isfinite(agreement.squares))
         checks = self.config.bf16.check_grad_overflow or not self.config.bf16.enabled
         if not checks:
@@ -218,6 +219,8 @@ class Engine(EngineState):
         elif outcome.applied:
             plain = not _torch.is_fake(scale) and float(scale) == 1.0
             optimizer.step(agreement=agreement, scale=None if plain else scale)
+        else:
+            outcome.bad_units = not_finite_units(self._sharded)
         optimizer.zero_grad()
         return outcome
 

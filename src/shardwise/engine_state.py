@@ -64,6 +64,7 @@ class EngineState(nn.Module):
         self._skipped = 0
         self._boundary: bool | None = None
         self._tokens = 0.0
+        self._gradient_bytes = 0
         self._losses: list[torch.Tensor] = []
         self._outcome: StepOutcome | None = None
         self._unsettled = False
@@ -86,11 +87,14 @@ class EngineState(nn.Module):
         else:
             self._skipped += 1
             if self.global_rank == 0:
+                where = ", ".join(self._outcome.bad_units[:3]) or "unknown, the step was decided on the device"
                 logger.warning(
-                    "step %d skipped: the gradient is not finite (norm %s, loss scale %g); %d skipped so far",
+                    "step %d skipped on all ranks: the gradient is not finite (norm %g, loss scale %g; in %s); "
+                    "%d skipped so far",
                     self.global_steps,
-                    f"{float(self._outcome.norm):g}",
+                    float(self._outcome.norm),
                     self._scaler.scale,
+                    where,
                     self._skipped,
                 )
         self._scaler.update(not applied)
@@ -144,13 +148,18 @@ class EngineState(nn.Module):
         return [type(self.optimizer.optimizer).__name__ for _ in self.optimizer.param_groups]
 
     def memory_report(self) -> dict[str, int]:
-        """Bytes of model state on this rank, counted, by kind; ``formula`` is what ZeRO's formula gives."""
+        """Bytes of model state on this rank, counted.
+
+        Returns:
+            ``parameters`` and ``optimizer`` at rest; ``gradients`` as held between backward and step (now, or in the
+            last step); their ``total``; and ``formula``, what the ZeRO formula gives for Adam and one micro-step.
+        """
         sharded = self._sharded
         params = sum(slot.numel for u in sharded.units for slot in u.slots)
         widest = max((u.dtype for u in sharded.units), key=lambda d: d.itemsize, default=torch.float32)
         counted = {
             "parameters": sum(u.nbytes for u in sharded.units),
-            "gradients": sum(g.nbytes for g in sharded.grads),
+            "gradients": sum(g.nbytes for g in sharded.grads) or self._gradient_bytes,
             "optimizer": 0 if self.optimizer is None else self.optimizer.state_bytes(),
         }
         formula = model_state_bytes(

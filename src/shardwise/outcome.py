@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -20,6 +20,7 @@ class StepOutcome:
         norm: gradient norm before clipping (0-d).
         clipped_norm: after clipping (0-d).
         finite: whether the gradient was finite (0-d, bool).
+        bad_units: names of the units whose gradients were not finite, where that was looked up.
         deferred: whether the step was decided on the device, without waiting for it.
     """
 
@@ -27,6 +28,7 @@ class StepOutcome:
     clipped_norm: torch.Tensor
     finite: torch.Tensor
     deferred: bool = False
+    bad_units: list[str] = field(default_factory=list)
     _applied: bool | None = None
 
     @property

@@ -70,6 +70,14 @@ def sum_of_squares(flat: torch.Tensor) -> torch.Tensor:
     return rows.square().sum() + rest.square()
 
 
+def not_finite_units(model: ShardedModel) -> list[str]:
+    """Names of the units whose gradient is not finite on any rank. Collective; for the rare step that is skipped."""
+    bad = [g.total is not None and not bool(torch.isfinite(sum_of_squares(g.total))) for g in model.grads]
+    flags = torch.tensor(bad, dtype=torch.float32, device=model.device)
+    model.mesh.world.sum_small(flags, "units that are not finite")
+    return [g.unit.name for g, flag in zip(model.grads, flags.tolist(), strict=True) if flag]
+
+
 def is_finite(value: torch.Tensor) -> bool:
     """Whether a 0-d tensor is finite; a dry run's always is. Waits for the device."""
     return True if _torch.is_fake(value) else bool(torch.isfinite(value).item())

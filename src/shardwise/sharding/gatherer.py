@@ -61,7 +61,9 @@ class Gatherer:
         self._units = list({id(u): u for s in scopes for u in s.units}.values())
         self._of_param = {id(slot.param): u for u in self._units for slot in u.slots}
         self._running: list[Scope] = []
+        # One for training and one for evaluation; what a re-entrant checkpoint runs without gradients is training.
         self._traces = {True: Trace(), False: Trace()}
+        self._training = True
         self._stray: dict[bool, StrayParameters] = {}
         self._stray_checked: set[bool] = set()
         self._hooks: list[Any] = []
@@ -137,7 +139,7 @@ class Gatherer:
         self._need(scope)
 
     def _need(self, scope: Scope) -> None:
-        trace = self._traces[torch.is_grad_enabled() or self._in_backward()]
+        trace = self._traces[self._training or self._in_backward()]
         wanted = [u for u in scope.units if not u.live]
         for unit in wanted:
             unit.start_gather()
@@ -158,14 +160,14 @@ class Gatherer:
                 unit.release()
 
     def _worth_keeping(self, unit: Unit) -> bool:
-        distance = self._traces[torch.is_grad_enabled()].reuse_distance(unit)
+        distance = self._traces[self._training].reuse_distance(unit)
         return distance is not None and distance < self._max_reuse and self.live_numel <= self._max_live
 
     def _is_running(self, unit: Unit) -> bool:
         return any(unit in s.units for s in self._running)
 
     def _start_iteration(self) -> None:
-        mode = torch.is_grad_enabled()
+        mode = self._training = torch.is_grad_enabled()
         self._traces[mode].start()
         if mode not in self._stray_checked:
             self._stray_checked.add(mode)
