@@ -1,6 +1,7 @@
 # make venv   only create .venv (PYTHON=... picks the interpreter)
 # make demo   train a small GPT on 2 processes with ZeRO-3 (under 4 minutes)
 # make test   the whole test suite, on the CPU
+# make bench  training beside DeepSpeed, FSDP2 and DDP (9 minutes; ARGS=--quick for a trial)
 # make check  linter, type check, tests
 #
 # Each creates .venv from requirements.lock when it is missing or the lock is newer.
@@ -9,10 +10,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+BENCH_READY := $(VENV)/.bench-ready
 PIP := $(BIN)/pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint check clean
+.PHONY: help venv demo test bench lint check clean
 
 help:
 	@sed -n 's/^# make /make /p' Makefile
@@ -38,6 +40,14 @@ demo: $(READY)
 
 test: $(READY)
 	@CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest
+
+$(BENCH_READY): $(READY) requirements-bench.lock
+	@echo "adding requirements-bench.lock to $(VENV)"
+	@$(PIP) install -q --no-deps -r requirements-bench.lock
+	@touch $(BENCH_READY)
+
+bench: $(BENCH_READY)
+	@$(BIN)/python benchmarks/train.py $(ARGS)
 
 lint: $(READY)
 	@$(BIN)/ruff check

@@ -70,7 +70,7 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x, rotation)
         logits = self.head(self.norm(x))
-        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 def rotary(length: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -80,7 +80,7 @@ def rotary(length: int, size: int, device: torch.device) -> tuple[Tensor, Tensor
 
 
 def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    cos, sin = rotation
+    cos, sin = (part.to(x.dtype) for part in rotation)
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
 
@@ -121,7 +121,7 @@ def evaluate(engine, text: Tensor, batches: int = 32) -> float:
     """Mean loss over evenly spaced windows, every rank taking its share."""
     engine.eval()
     size = engine.train_micro_batch_size_per_gpu()
-    starts = torch.linspace(0, len(text) - CONTEXT - 1, batches * size * engine.world_size).long()
+    starts = torch.linspace(0, len(text) - CONTEXT - 1, batches * size * engine.world_size, dtype=torch.float64).long()
     share = starts[engine.global_rank :: engine.world_size].split(size)
     losses = [engine(*windows(text, part, engine.device)).item() for part in share]
     engine.train()
@@ -227,6 +227,7 @@ class Report:
 
     def step(self, loss: Tensor) -> None:
         self.done += 1
+        self.bar.update(self.task, completed=self.done)
         if self.done % self.every and self.done != self.steps:
             return
         losses, rss = of_all_ranks(self.engine, loss.item(), psutil.Process().memory_info().rss).T
@@ -234,9 +235,9 @@ class Report:
         steps = (self.done - 1) % self.every + 1
         speed = steps * self.engine.train_batch_size() * CONTEXT / (now - self.last)
         self.last = now
-        memory = " ".join(f"{r / 2**20:.0f}" for r in rss)
+        memory = " ".join(f"{bytes_ / 1e6:.0f}" for bytes_ in rss)
         line = f"loss {losses.mean():.3f} · {speed:,.0f} tokens/s · {memory} MB"
-        self.bar.update(self.task, completed=self.done, description=line)
+        self.bar.update(self.task, description=line)
         if self.bar.disable and (self.done % (5 * self.every) == 0 or self.done == self.steps):
             left = (now - self.begin) / self.done * (self.steps - self.done)
             self.console.print(f"step {self.done}/{self.steps} · {line} · {left:.0f} s left", highlight=False)

@@ -1,17 +1,30 @@
 """Train models too large for one device with the ds_config.json and the loop that you already have."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
-from . import zero
-from .dist import init_distributed
-from .engine import Engine
-from .errors import CommError, ConfigError, NotYetSupported, ShardingError, ShardwiseError
-from .initialize import initialize
-
 if TYPE_CHECKING:
+    from . import zero
     from .config import Config
+    from .dist import init_distributed
+    from .engine import Engine
+    from .errors import CommError, ConfigError, NotYetSupported, ShardingError, ShardwiseError
+    from .setup import initialize
 
 __version__ = "0.1.0"
+
+# Where the public names live. They are loaded when they are first used: the command line then starts without torch.
+_HOMES = {
+    "CommError": ".errors",
+    "Config": ".config",
+    "ConfigError": ".errors",
+    "Engine": ".engine",
+    "NotYetSupported": ".errors",
+    "ShardingError": ".errors",
+    "ShardwiseError": ".errors",
+    "init_distributed": ".dist",
+    "initialize": ".setup",
+}
 
 __all__ = [
     "CommError",
@@ -29,9 +42,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # pydantic costs more to import than all the rest: it is loaded when a configuration is.
-    if name == "Config":
-        from .config import Config
-
-        return Config
+    if name == "zero":
+        return importlib.import_module(".zero", __name__)
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -13,6 +13,7 @@ import pytest
 from shardwise.cli import app, demo
 
 
+@pytest.mark.timeout(240)  # A quarter of a minute on two free cores, and much more on busy ones.
 def test_a_short_demo_trains_samples_and_reports(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("for i in range(10):\n    print(i)\n" * 2000)
@@ -21,7 +22,7 @@ def test_a_short_demo_trains_samples_and_reports(tmp_path: Path) -> None:
         env=os.environ | {"COLUMNS": "120", "PYTHONIOENCODING": "utf-8"},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=220,
         check=False,
     )
     assert done.returncode == 0, done.stderr

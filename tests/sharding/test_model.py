@@ -118,6 +118,22 @@ class OddOutputs(nn.Module):
         return self.last(x)
 
 
+class OddBlocks(nn.Module):
+    """The same containers, returned by blocks: what is gathered around them is their whole subtree."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Returns(kind) for kind in ("tuple", "list", "dict", "dataclass"))
+        self.last = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](x)[0]
+        x = self.blocks[1](x)[1][0]
+        x = self.blocks[2](x)["y"]
+        x = self.blocks[3](x).hidden
+        return self.last(x)
+
+
 class PassesThrough(nn.Module):
     """Gives its input back beside its own output."""
 
@@ -323,6 +339,7 @@ CASES = {
     "odd sizes": Case(OddSizes),
     "odd sizes, SGD": Case(OddSizes, optimizer=momentum),
     "odd outputs": Case(OddOutputs),
+    "odd outputs of blocks": Case(OddBlocks),
     "output passes through": Case(PassThrough),
     "in place": Case(InPlace),
     "keywords, a block skipped": Case(Keywords, two_inputs),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -32,33 +33,35 @@ def run(plan: LaunchPlan, worker_argv: list[str]) -> int:
     rank of this node is gone. A signal to this process ends the ranks and gives 128 + its number.
     """
     _silence_elastic_logging()
-    with tempfile.TemporaryDirectory(prefix="shardwise-launch-") as folder:
-        reports = _RankReports(Path(folder), plan)
-        # The agent substitutes ${local_rank} in arguments: "$$" is how a dollar of the user's stays a dollar.
-        argv = [argument.replace("$", "$$") for argument in ["-u", _worker.__file__, *worker_argv]]
-        try:
-            elastic_launch(_launch_config(plan, reports), sys.executable)(*argv)
-        except ChildFailedError as error:
-            exit_codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-            return _report_failure(reports.ends(exit_codes), plan)
-        except SignalException as error:
-            return 128 + int(error.sigval)
-        except KeyboardInterrupt:
-            return 128 + signal.SIGINT
-        except (RendezvousError, DistError, OSError) as error:
-            where = plan.rdzv_endpoint or "this machine"
-            _say(f"shardwise launch: the hosts did not meet at {where}: {type(error).__name__}: {error}")
-            return 1
+    # The agent handles signals once ranks run. Before, it waits for other hosts inside a call that no Python handler
+    # can interrupt: there Ctrl-C has to end the process by itself.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    reports = _RankReports(plan)
+    # The agent substitutes ${local_rank} in arguments: "$$" is how a dollar of the user's stays a dollar.
+    argv = [argument.replace("$", "$$") for argument in ["-u", _worker.__file__, *worker_argv]]
+    try:
+        elastic_launch(_launch_config(plan, reports), sys.executable)(*argv)
+    except ChildFailedError as error:
+        exit_codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        return _report_failure(reports.ends(exit_codes), plan)
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    except (RendezvousError, DistError, OSError) as error:
+        where = plan.rdzv_endpoint or "this machine"
+        _say(f"shardwise launch: the hosts did not meet at {where}: {type(error).__name__}: {error}")
+        return 1
+    finally:
+        reports.remove()
     return 0
 
 
 class _RankReports(DefaultLogsSpecs):
     """Tells each rank where to report its end; the agent calls `reify` whenever it starts a set of ranks."""
 
-    def __init__(self, folder: Path, plan: LaunchPlan) -> None:
-        super().__init__(log_dir=str(folder))
-        self._folder = folder
+    def __init__(self, plan: LaunchPlan) -> None:
+        super().__init__(log_dir=os.devnull)  # The agent's own logs and error files: there are none.
         self._plan = plan
+        self._folder: Path | None = None
         self._restarts = 0
         self._ranks: list[int] = []
 
@@ -67,6 +70,7 @@ class _RankReports(DefaultLogsSpecs):
         if restarts > self._restarts:
             _say(self._describe_restart(restarts))
         self._restarts = restarts
+        self._folder = self._folder or Path(tempfile.mkdtemp(prefix="shardwise-launch-"))
         self._ranks = [int(env["RANK"]) for env in envs.values()]
         for env in envs.values():
             report = self._report_path(int(env["RANK"]))
@@ -90,7 +94,14 @@ class _RankReports(DefaultLogsSpecs):
             what = describe(root, ends, self._plan.max_nodes)
         return f"{what}shardwise launch: restart {restarts} of {self._plan.max_restarts}"
 
+    def remove(self) -> None:
+        """Remove the reports."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder)
+
     def _report_path(self, rank: int) -> Path:
+        if self._folder is None:
+            raise RuntimeError("no rank was started")
         return self._folder / f"{self._restarts}-{rank}.json"
 
 
@@ -119,6 +130,9 @@ def _report_failure(ends: list[RankEnd], plan: LaunchPlan) -> int:
     if root is None:
         _say("shardwise launch: a rank failed without an exit code")
         return 1
+    if sys.stderr.isatty():
+        # A progress bar may have been cut off: clear its line, and show the cursor that it hid.
+        sys.stderr.write("\r\x1b[K\x1b[?25h")
     _say(describe(root, ends, plan.max_nodes))
     return shell_code(root.exit_code) or 1
 

@@ -1,0 +1,96 @@
+"""Every private or renamed name of torch that `_torch.py` uses does what shardwise relies on."""
+
+from __future__ import annotations
+
+import ast
+import collections
+import inspect
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from shardwise import _torch
+from tests.ranks import RankPools
+
+
+def test_every_name_is_tested() -> None:
+    tree = ast.parse(inspect.getsource(_torch))
+    names = {n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+    names |= {n.target.id for n in tree.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
+    tests = inspect.getsource(inspect.getmodule(test_every_name_is_tested))  # type: ignore[arg-type]
+    assert not [name for name in names if f"_torch.{name}" not in tests]
+
+
+def exchange() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    flat = torch.zeros(2 * size)
+    work = _torch.all_gather_single(flat, torch.full((2,), float(rank)), group=dist.group.WORLD, async_op=True)
+    work.wait()
+    assert flat.tolist() == [float(r) for r in range(size) for _ in range(2)]
+    own = torch.zeros(2)
+    work = _torch.reduce_scatter_single(own, torch.arange(2.0 * size), group=dist.group.WORLD, async_op=True)
+    work.wait()
+    assert own.tolist() == [size * (2.0 * rank), size * (2.0 * rank + 1)]
+    store = _torch.default_store()
+    store.set(f"tests/{rank}", f"value {rank}")
+    dist.barrier()
+    other = (rank + 1) % size
+    assert store.check([f"tests/{other}"]) and store.get(f"tests/{other}").decode() == f"value {other}"
+    assert not store.check(["tests/nobody"])
+    dist.barrier()
+    store.delete_key(f"tests/{rank}")
+
+
+def test_collectives_and_store(ranks: RankPools) -> None:
+    ranks(2).run(exchange)
+
+
+def test_is_fake() -> None:
+    with FakeTensorMode():
+        assert _torch.is_fake(torch.empty(2))
+        assert _torch.is_fake(nn.Linear(2, 2).weight)
+    assert not _torch.is_fake(torch.empty(2)) and not _torch.is_fake(torch.empty(2, device="meta"))
+
+
+def test_tensors_in() -> None:
+    a, b, c = torch.ones(1), torch.ones(2), torch.ones(3)
+    pair = collections.namedtuple("pair", "x y")  # noqa: PYI024
+    found = _torch.tensors_in({"a": [a, (b, None)], "p": pair(c, 3), "s": "text"})
+    assert {id(t) for t in found} == {id(a), id(b), id(c)}
+    assert _torch.tensors_in(a)[0] is a and _torch.tensors_in(None) == []
+
+
+def test_queue_backward_callback() -> None:
+    seen: list[Any] = []
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda g: seen.append("gradient"))
+    y = x * 2
+    y.register_hook(lambda g: (_torch.queue_backward_callback(lambda: seen.append("end")), seen.append("start"))[2:])
+    y.sum().backward()
+    assert seen == ["start", "gradient", "end"]
+
+
+def test_preserve_version() -> None:
+    x, w = torch.ones(2, requires_grad=True), torch.ones(2)
+    loss = (x * w).sum()
+    with torch.no_grad(), _torch.preserve_version(w):
+        w.fill_(3.0)
+    loss.backward()
+    assert x.grad is not None and x.grad.tolist() == [3.0, 3.0]
+
+
+def test_is_compiled() -> None:
+    model = nn.Linear(2, 2)
+    assert not _torch.is_compiled(model)
+    assert _torch.is_compiled(torch.compile(model, backend="eager"))  # type: ignore[arg-type]
+
+
+def test_in_backward_pass() -> None:
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda g: seen.append(_torch.in_backward_pass()))
+    (x * 2).sum().backward()
+    assert seen == [True] and not _torch.in_backward_pass()
