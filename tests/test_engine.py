@@ -84,11 +84,12 @@ def attributes(stage: str) -> None:
         assert (engine.micro_steps, engine.global_steps) == (7, 2)
         assert engine.global_samples == 2 * engine.train_batch_size()
         assert engine.was_step_applied() is True and engine.skipped_steps == 0
-        assert engine.get_lr() == [pytest.approx(1e-2 * 2 / 4)] == [g["lr"] for g in optimizer.param_groups]
+        # Upstream's warm-up starts from 0: after two steps it is one quarter up.
+        assert engine.get_lr() == [pytest.approx(1e-2 / 4)] == [g["lr"] for g in optimizer.param_groups]
         engine.set_train_batch_size(SAMPLES * size * 2)
         assert engine.gradient_accumulation_steps() == 2
         with pytest.raises(ConfigError, match="train_batch_size: 3 is not a positive multiple"):
-            engine.set_train_batch_size(3 if size > 1 or SAMPLES > 1 else 0)
+            engine.set_train_batch_size(3)
         engine.empty_partition_cache()
     finally:
         engine.destroy()
@@ -150,7 +151,9 @@ def whole_windows(stage: str, returns: str) -> None:
         engine.destroy()
 
 
-@pytest.mark.parametrize(("stage", "returns"), [("0", "loss"), ("1", "dict"), ("2", "tuple"), ("3", "dict"), ("3s", "loss")])
+@pytest.mark.parametrize(
+    ("stage", "returns"), [("0", "loss"), ("1", "dict"), ("2", "tuple"), ("3", "dict"), ("3s", "loss")]
+)
 def test_train_batch(ranks: RankPools, stage: str, returns: str) -> None:
     ranks(2).run(whole_windows, stage, returns)
 
@@ -212,7 +215,7 @@ def refusals() -> None:
             no_optimizer.step()
         with pytest.raises(ShardingError, match="cannot be added after"):
             engine.optimizer.add_param_group({"params": []})
-        with pytest.raises(ConfigError, match="model: shardwise.initialize needs the model"):
+        with pytest.raises(ConfigError, match=r"model: shardwise\.initialize needs the model"):
             shardwise.initialize(config=config("2"))
         with pytest.raises(ConfigError, match="config: none given"):
             shardwise.initialize(model=nn.Linear(2, 2))
@@ -224,7 +227,7 @@ def refusals() -> None:
         with pytest.raises(ShardingError, match="belongs to another engine"):
             shardwise.initialize(model=nn.Linear(2, 2), optimizer=engine.optimizer, config=config("2"))
         plain = nn.Linear(2, 2)
-        with pytest.raises(ConfigError, match="not a torch.optim.Optimizer"):
+        with pytest.raises(ConfigError, match=r"not a torch\.optim\.Optimizer"):
             shardwise.initialize(model=plain, optimizer=lambda params: None, config=config("3"))  # type: ignore
         assert not any("hooks" in k and v for k, v in plain.__dict__.items()), "a refused model is left as it was"
         assert plain.weight.numel() == 4 and not plain.weight.isnan().any()

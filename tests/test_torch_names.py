@@ -57,7 +57,7 @@ def test_is_fake() -> None:
 
 def test_tensors_in() -> None:
     a, b, c = torch.ones(1), torch.ones(2), torch.ones(3)
-    pair = collections.namedtuple("pair", "x y")  # noqa: PYI024
+    pair = collections.namedtuple("pair", "x y")
     found = _torch.tensors_in({"a": [a, (b, None)], "p": pair(c, 3), "s": "text"})
     assert {id(t) for t in found} == {id(a), id(b), id(c)}
     assert _torch.tensors_in(a)[0] is a and _torch.tensors_in(None) == []
@@ -68,7 +68,12 @@ def test_queue_backward_callback() -> None:
     x = torch.ones(2, requires_grad=True)
     x.register_hook(lambda g: seen.append("gradient"))
     y = x * 2
-    y.register_hook(lambda g: (_torch.queue_backward_callback(lambda: seen.append("end")), seen.append("start"))[2:])
+
+    def start(grad: torch.Tensor) -> None:
+        _torch.queue_backward_callback(lambda: seen.append("end"))
+        seen.append("start")
+
+    y.register_hook(start)
     y.sum().backward()
     assert seen == ["start", "gradient", "end"]
 

@@ -31,7 +31,7 @@ class Engine(EngineState):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; under ``torch_autocast`` if the configuration says so."""
-        if self.config.fp16.auto_cast:
+        if self.config.fp16.enabled and self.config.fp16.auto_cast:
             args, kwargs = cast(args, torch.float16), cast(kwargs, torch.float16)
         with self._meter.part("forward"), autocast_context(self.config, self.device.type):
             return self.module(*args, **kwargs)

@@ -17,7 +17,7 @@ from .meter import Meter, logger
 from .optim.foreign import refuse_foreign_steps
 from .optim.sharded import ShardedOptimizer
 from .outcome import StepOutcome
-from .precision import build_scaler
+from .precision import LossScaler
 from .sharding import ShardedModel, model_state_bytes
 from .sharding.gradient import LOW_PRECISION
 
@@ -46,6 +46,7 @@ class EngineState(nn.Module):
         optimizer: ShardedOptimizer | None,
         lr_scheduler: LRScheduler | None,
         dataloader: DataLoader[Any] | None,
+        scaler: LossScaler,
     ) -> None:
         super().__init__()
         self.module = model
@@ -58,7 +59,7 @@ class EngineState(nn.Module):
         self.global_samples = 0
         self.micro_steps = 0
         self._sharded = sharded
-        self._scaler = build_scaler(config.fp16)
+        self._scaler = scaler
         self._gas = config.gradient_accumulation_steps
         self._micro_batch = config.train_micro_batch_size_per_gpu
         self._skipped = 0
@@ -269,6 +270,8 @@ class EngineState(nn.Module):
             return
         self.settle()
         self._foreign.remove()
+        if self.optimizer is not None:
+            self.optimizer.close()
         self._sharded.close()
         self.mesh.close()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -21,11 +20,11 @@ from .data import build_loader
 from .dist import Mesh, init_distributed
 from .dist.mesh import default_device
 from .engine import Engine
-from .errors import ConfigError, NotYetSupported, ShardingError
+from .errors import ConfigError
+from .ingredients import check_arguments, make_optimizer, make_scheduler
 from .meter import show_messages
-from .optim import build_optimizer, build_scheduler
 from .optim.sharded import ShardedOptimizer
-from .precision import model_dtype, torch_dtype
+from .precision import build_scaler, model_dtype, torch_dtype
 from .sharding import ShardedModel
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 
 def initialize(
     args: Any = None,
-    model: nn.Module | None = None,
+    model: nn.Module = None,  # type: ignore[assignment]
     optimizer: Optimizer | Callable[[list[Any]], Optimizer] | None = None,
     model_parameters: Iterable[Any] | None = None,
     training_data: Dataset[Any] | None = None,
@@ -74,16 +73,14 @@ def initialize(
         NotYetSupported: an argument or key whose capability has not landed.
         ShardingError: a model that cannot be sharded.
     """
-    if model is None:
-        raise ConfigError("model: shardwise.initialize needs the model to train.")
-    if mpu is not None or mesh_param is not None:
-        raise NotYetSupported("mpu / mesh_param: model-parallel axes have not landed yet.")
+    check_arguments(model, optimizer, lr_scheduler, mpu, mesh_param)
     show_messages()
     source = _config_source(args, config, config_params)
     if dist_init_required is not False:
         init_distributed()
     device = _device_of(model)
     settings = _load(source, model)
+    scaler = build_scaler(settings.fp16)  # here, because it may refuse: nothing has been changed yet
     _seed(settings)
     zero = settings.zero_optimization
     mesh = Mesh.build(
@@ -103,7 +100,7 @@ def initialize(
             accumulates=settings.gradient_accumulation_steps > 1,
             wire_dtype=None if wire is None else torch_dtype(wire),
         )
-        inner = _optimizer(optimizer, settings, model, model_parameters)
+        inner = make_optimizer(optimizer, settings, model, model_parameters)
         wrapped = None
         if inner is not None:
             wrapped = ShardedOptimizer(
@@ -112,7 +109,7 @@ def initialize(
                 sub_group_size=zero.sub_group_size,
                 allow_untested=settings.zero_allow_untested_optimizer,
             )
-        schedule = _scheduler(lr_scheduler, settings, wrapped)
+        schedule = make_scheduler(lr_scheduler, settings, wrapped)
         loader = None
         if training_data is not None:
             loader = build_loader(
@@ -123,7 +120,7 @@ def initialize(
                 seed=settings.seed or 0,
                 collate_fn=collate_fn,
             )
-        engine = Engine(model, settings, mesh, sharded, wrapped, schedule, loader)
+        engine = Engine(model, settings, mesh, sharded, wrapped, schedule, loader, scaler)
     except Exception:
         if sharded is not None:
             sharded.close()
@@ -172,44 +169,3 @@ def _seed(config: Config) -> None:
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
-
-
-def _optimizer(
-    given: Optimizer | Callable[[list[Any]], Optimizer] | None,
-    config: Config,
-    model: nn.Module,
-    model_parameters: Iterable[Any] | None,
-) -> Optimizer | None:
-    if given is not None and config.optimizer is not None:
-        warnings.warn("`optimizer` in the configuration is not used: one was given to initialize.", stacklevel=3)
-    if isinstance(given, Optimizer):
-        if isinstance(given, ShardedOptimizer):
-            raise ShardingError("this optimizer belongs to another engine; give initialize the plain one.")
-        return given
-    params = (
-        list(model_parameters) if model_parameters is not None else [p for p in model.parameters() if p.requires_grad]
-    )
-    if given is not None:
-        made = given(params)
-        if not isinstance(made, Optimizer):
-            raise ConfigError(f"optimizer: the callable returned {type(made).__name__}, not a torch.optim.Optimizer.")
-        return made
-    return None if config.optimizer is None else build_optimizer(config.optimizer, params)
-
-
-def _scheduler(
-    given: LRScheduler | Callable[[Optimizer], LRScheduler] | None,
-    config: Config,
-    optimizer: ShardedOptimizer | None,
-) -> LRScheduler | None:
-    if given is not None and config.scheduler is not None:
-        warnings.warn("`scheduler` in the configuration is not used: one was given to initialize.", stacklevel=3)
-    if given is not None and (isinstance(given, LRScheduler) or hasattr(given, "step")):
-        return given  # type: ignore[return-value]
-    if given is None and config.scheduler is None:
-        return None
-    if optimizer is None:
-        raise ConfigError("scheduler: there is no optimizer to schedule; add `optimizer` or pass one to initialize.")
-    if given is not None:
-        return given(optimizer)
-    return build_scheduler(config.scheduler, optimizer) if config.scheduler is not None else None

@@ -61,9 +61,7 @@ def train_one(recipe: Recipe, layout: Layout, seed: int) -> Run:
     return run
 
 
-def engine_step(
-    engine: Any, recipe: Recipe, layout: Layout, seed: int, step: int, run: Run
-) -> None:
+def engine_step(engine: Any, recipe: Recipe, layout: Layout, seed: int, step: int, run: Run) -> None:
     tokens, targets = batch(seed, step, ragged=recipe.ragged)
     pieces = layout.gas * engine.world_size
     share = 0.0
@@ -87,12 +85,17 @@ def engine_step(
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Relative. ``norm`` and ``state`` default to ``loss``; ``first``: of the first step, before any update."""
+    """Relative. ``norm`` and ``state`` default to ``loss``; ``first``: of the first step, before any update.
+
+    ``floor``: norms below the first step's are compared on the scale of that one. A norm that shrinks does so because
+    samples cancel, and the rounding of what cancels does not shrink with it.
+    """
 
     loss: float
     norm: float | None = None
     state: float | None = None
     first: float | None = None
+    floor: bool = False
 
 
 def differences(runs: list[Run], expected: Run, tolerance: Tolerance) -> list[str]:
@@ -100,13 +103,14 @@ def differences(runs: list[Run], expected: Run, tolerance: Tolerance) -> list[st
     found: list[str] = []
     losses = [sum(shares) for shares in zip(*(r.losses for r in runs), strict=True)]
     first = runs[0]
-    for name, got, want, limit in (
-        ("loss", losses, expected.losses, tolerance.loss),
-        ("norm before clip", first.norms, expected.norms, tolerance.norm or tolerance.loss),
-        ("norm after clip", first.clipped, expected.clipped, tolerance.norm or tolerance.loss),
+    limit = tolerance.norm or tolerance.loss
+    found += _series("loss", losses, expected.losses, tolerance.loss, tolerance.first)
+    for name, got, want in (
+        ("norm before clip", first.norms, expected.norms),
+        ("norm after clip", first.clipped, expected.clipped),
     ):
-        found += _series(name, got, want, limit, tolerance.first or limit)
-    found += _series("rate", _flat(first.rates), _flat(expected.rates), 1e-12, 1e-12)
+        found += _series(name, got, want, limit, tolerance.first, want[0] if tolerance.floor else 0.0)
+    found += _series("rate", _flat(first.rates), _flat(expected.rates), 1e-12)
     if expected.scales and first.scales != expected.scales:
         found.append(f"loss scales {first.scales} instead of {expected.scales}")
     if first.skipped != expected.skipped:
@@ -120,20 +124,22 @@ def differences(runs: list[Run], expected: Run, tolerance: Tolerance) -> list[st
         found.append(f"state_dict has {sorted(first.state.keys() ^ expected.state.keys())} too many or too few")
         return found
     limit = tolerance.state or tolerance.loss
-    for name, want in expected.state.items():
-        worst = float((first.state[name] - want).abs().max() / want.abs().max().clamp(min=1e-300))
+    for name, value in expected.state.items():
+        worst = float((first.state[name] - value).abs().max() / value.abs().max().clamp(min=1e-300))
         if not worst <= limit:
             found.append(f"final {name}: off by {worst:.2e} of its largest value (> {limit:g})")
     return found
 
 
-def _series(name: str, got: list[float], want: list[float], limit: float, first: float) -> list[str]:
+def _series(
+    name: str, got: list[float], want: list[float], limit: float, first: float | None = None, floor: float = 0.0
+) -> list[str]:
     if len(got) != len(want):
         return [f"{name}: {len(got)} steps instead of {len(want)}"]
     for step, (a, b) in enumerate(zip(got, want, strict=True)):
-        allowed = limit if step else first
+        allowed = limit if step or first is None else first
         # A skipped step has no norm to compare (NaN). What follows an error is its consequence: the first is told.
-        if b == b and not abs(a - b) <= allowed * abs(b):
+        if b == b and not abs(a - b) <= allowed * max(abs(b), floor):
             return [f"{name} {step}: {a!r} instead of {b!r}, relative {abs(a / b - 1):.2e} > {allowed:g}"]
     return []
 

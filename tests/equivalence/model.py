@@ -74,9 +74,7 @@ class TinyGPT(nn.Module):
             x = block(x)
         logits = self.head(self.norm(x)) * self.temperature
         wide = logits.float() if logits.dtype.itemsize == 2 else logits
-        total = F.cross_entropy(
-            wide.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
-        )
+        total = F.cross_entropy(wide.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
         return total / max(count_targets(targets), 1)
 
 

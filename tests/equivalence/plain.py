@@ -43,9 +43,7 @@ def reference(recipe: Recipe, seed: int, pieces: int = 1, rounded: bool = False)
     return run
 
 
-def plain_step(
-    recipe: Recipe, model: nn.Module, optimizer: Optimizer, seed: int, step: int, run: Run
-) -> None:
+def plain_step(recipe: Recipe, model: nn.Module, optimizer: Optimizer, seed: int, step: int, run: Run) -> None:
     loss = model(*batch(seed, step, ragged=recipe.ragged))
     loss.backward()
     run.losses.append(loss.item())

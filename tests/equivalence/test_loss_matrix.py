@@ -5,7 +5,7 @@ Tolerances. In float64 and float32 the only difference to plain torch is the ord
 6e-8 relative, and 20 steps of a smooth model multiply that by at most some hundreds; 1e-10 and 1e-5 leave room for it
 and none for a wrong weight of a rank or micro-step (an error of 1e-2 and more), a missing clip or a late parameter.
 AdamW's first steps divide each gradient by its own size: with ``eps`` far below the gradients' rounding a gradient
-element that happens to be almost zero would be stepped by rounding alone. In float32 ``eps`` is therefore 1e-4.
+element that happens to be almost zero would be stepped by rounding alone. In float32 ``eps`` is therefore 1e-3.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.equivalence.harness import Tolerance, check
 from tests.equivalence.recipe import Layout, Recipe
 
 RTOL = {"float64": Tolerance(1e-10), "float32": Tolerance(1e-5)}
-EPS = {"float64": 1e-8, "float32": 1e-4}
+EPS = {"float64": 1e-8, "float32": 1e-3}
 
 # Stage 3 with everything released at once; and with small parameters resting whole, units kept for reuse, or both.
 RELEASE_ALL = (("stage3_param_persistence_threshold", 0), ("stage3_max_reuse_distance", 0))
@@ -35,7 +35,7 @@ def optimizer_of(name: str, dtype: str) -> dict[str, Any]:
             "optimizer": "AdamW",
             "params": (("lr", 0.01), ("weight_decay", 0.1), ("eps", EPS[dtype])),
         }
-    return {"optimizer": "SGD", "params": (("lr", 0.05), ("momentum", 0.9), ("weight_decay", 0.01))}
+    return {"optimizer": "SGD", "params": (("lr", 0.01), ("momentum", 0.9), ("weight_decay", 0.01))}
 
 
 # -- the matrix --
@@ -225,7 +225,7 @@ def test_16_bits_with_fp32_reduction_round_where_mixed_precision_by_hand_does(ra
         for gas, optimizer in ((1, "SGD"), (4, "AdamW"))
     ]
     unit = UNIT[dtype]
-    tolerance = Tolerance(unit, norm=4 * unit, state=8 * unit, first=1e-5)
+    tolerance = Tolerance(unit, norm=4 * unit, state=8 * unit, first=1e-5, floor=True)
     check(ranks, 2, cases, tolerance, parts=same_parts)
 
 
@@ -233,9 +233,7 @@ def test_16_bits_with_fp32_reduction_round_where_mixed_precision_by_hand_does(ra
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_16_bits_follow_the_run_of_one_process(ranks: Any, dtype: str, world_size: int) -> None:
     unit = UNIT[dtype]
-    cases = [
-        (sixteen_bits(dtype, steps=10), Layout(stage, gas, (ALL,))) for stage in (0, 1, 2, 3) for gas in (1, 4)
-    ]
+    cases = [(sixteen_bits(dtype, steps=10), Layout(stage, gas, (ALL,))) for stage in (0, 1, 2, 3) for gas in (1, 4)]
     wires = ("bf16", "fp32") if dtype == "bfloat16" else ("fp16",)
     cases += [
         (sixteen_bits(dtype, steps=10), Layout(stage, 4, (ALL,), (("communication_data_type", wire),)))
@@ -244,7 +242,7 @@ def test_16_bits_follow_the_run_of_one_process(ranks: Any, dtype: str, world_siz
         if world_size == 3
     ]
     # Weights are not compared: biases start at zero and after ten steps are hardly larger than the noise.
-    check(ranks, world_size, cases, Tolerance(4 * unit, norm=10 * unit, state=1.0, first=unit))
+    check(ranks, world_size, cases, Tolerance(4 * unit, norm=10 * unit, state=1.0, first=unit, floor=True))
 
 
 def test_an_fp16_overflow_on_one_rank_skips_the_step_on_all(ranks: Any) -> None:
@@ -262,7 +260,9 @@ def test_an_fp16_overflow_on_one_rank_skips_the_step_on_all(ranks: Any) -> None:
         for stage in (0, 1, 2, 3)
     ]
     unit = UNIT["float16"]
-    runs = check(ranks, 2, cases, Tolerance(unit, norm=4 * unit, state=8 * unit, first=1e-5), parts=same_parts)
+    runs = check(
+        ranks, 2, cases, Tolerance(unit, norm=4 * unit, state=8 * unit, first=1e-5, floor=True), parts=same_parts
+    )
     first = runs[0][0]
     assert first.skipped == 3
     assert first.scales[3:6] == [256.0, 128.0, 64.0], "one halving for each overflow without hysteresis"

@@ -163,7 +163,9 @@ def plain(case: Case, size: int) -> Run:
 def sharded(case: Case, stage: str) -> Run:
     """The same through the engine; the losses are this rank's."""
     model = built(case.build)
-    engine = start(model, stage, case.optimizer, gas=case.gas, zero=case.zero, gradient_clipping=case.clip, **case.config)
+    engine = start(
+        model, stage, case.optimizer, gas=case.gas, zero=case.zero, gradient_clipping=case.clip, **case.config
+    )
     rank, _ = rank_and_size()
     run = Run()
     try:

@@ -12,7 +12,19 @@ from torch import nn
 import shardwise
 from shardwise import ShardingError, zero
 from tests.ranks import RankPools
-from tests.sharding.harness import STAGES, At, adamw, built, config, copied, mean_square, norm_of, same, same_state, start
+from tests.sharding.harness import (
+    STAGES,
+    At,
+    adamw,
+    built,
+    config,
+    copied,
+    mean_square,
+    norm_of,
+    same,
+    same_state,
+    start,
+)
 from tests.sharding.models import Stack
 
 
@@ -87,7 +99,10 @@ def edit(stage: str, low: bool) -> None:
         for step in range(3):
             for module in (model, plain):
                 params = [module.first.weight, module.blocks[1].down.bias, module.last.bias]
-                with zero.GatheredParameters(params if module is model else [], modifier_rank=size - 1), torch.no_grad():
+                with (
+                    zero.GatheredParameters(params if module is model else [], modifier_rank=size - 1),
+                    torch.no_grad(),
+                ):
                     for i, param in enumerate(params):
                         param[..., 0] = exact * (i + step + 1) if rank == size - 1 or module is plain else 99.0
             if low:
@@ -135,17 +150,22 @@ def edit_unnamed(stage: str) -> None:
             # One element, on one rank or on all, anywhere: it may be in another rank's slice.
             for name, index in (("first.weight", 0), ("blocks.1.up.weight", -1), ("last.bias", 2)):
                 param = model.get_parameter(name)
-                with pytest.raises(ShardingError, match="without `modifier_rank`") as caught:
-                    with zero.GatheredParameters([param, model.blocks[2].norm.bias]), torch.no_grad():
-                        if editor in (rank, None):
-                            param.view(-1)[index] += 1e-9
+                with (
+                    pytest.raises(ShardingError, match="without `modifier_rank`") as caught,
+                    zero.GatheredParameters([param, model.blocks[2].norm.bias]),
+                    torch.no_grad(),
+                ):
+                    if editor in (rank, None):
+                        param.view(-1)[index] += 1e-9
                 assert name.rsplit(".", 1)[0] in str(caught.value) or ".." in str(caught.value)
                 if stage == "3":
                     after = engine.module_state_dict()
                     assert all(torch.equal(after[n], before[n]) for n in before)
-        with pytest.raises(ShardingError, match="modifier_rank=7 is not one of the 2 ranks"):
-            with zero.GatheredParameters(model.first.weight, modifier_rank=7):
-                pass
+        with (
+            pytest.raises(ShardingError, match="modifier_rank=7 is not one of the 2 ranks"),
+            zero.GatheredParameters(model.first.weight, modifier_rank=7),
+        ):
+            pass
     finally:
         engine.destroy()
 

@@ -240,6 +240,33 @@ class WeightNormed(nn.Module):
         return self.b(torch.tanh(self.a(x)))
 
 
+class NestedLists(nn.Module):
+    """Lists in a list: neither runs itself, only their members do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleList(Block() for _ in range(2)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            for block in layer:
+                x = block(x)
+        return x
+
+
+class PartsOfBlocks(nn.Module):
+    """The parts of a block are called, never the block itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block.down(torch.tanh(block.up(block.norm(x))))
+        return x
+
+
 class Attention(nn.Module):
     """torch's own modules use the weights of their children functionally."""
 
@@ -347,6 +374,8 @@ CASES = {
     "parameter lists": Case(Complex),
     "parametrized": Case(WeightNormed),
     "attention": Case(Attention),
+    "nested lists": Case(NestedLists),
+    "parts of blocks": Case(PartsOfBlocks),
     "integers": Case(Integers),
     "memory formats": Case(NonContiguous),
     "Sequential": Case(lambda: nn.Sequential(Block(), nn.Tanh(), Block(), nn.Linear(WIDTH, 2))),
@@ -390,6 +419,25 @@ def test_three_ranks(ranks: RankPools, name: str, stage: str) -> None:
 @pytest.mark.parametrize("name", ["odd sizes", "functional head", "unfrozen later"])
 def test_one_process(ranks: RankPools, name: str, stage: str) -> None:
     ranks(1).run(train, name, stage)
+
+
+HYBRID = {
+    "MiCS": Case(Stack, gas=2, zero={"mics_shard_size": 2}),
+    "MiCS of one": Case(Stack, zero={"mics_shard_size": 1}),
+    "hpZ": Case(Stack, gas=2, zero={"zero_hpz_partition_size": 2}),
+    "hpZ, tied": Case(lambda: Tokens("module"), token_loss, zero={"zero_hpz_partition_size": 2}),
+}
+
+
+def train_hybrid(name: str, stage: str) -> None:
+    check(HYBRID[name], stage)
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"), [("MiCS", "3"), ("MiCS", "3s"), ("MiCS of one", "3"), ("hpZ", "3"), ("hpZ, tied", "3s")]
+)
+def test_hybrid_sharding_on_four_ranks(ranks: RankPools, name: str, stage: str) -> None:
+    ranks(4).run(train_hybrid, name, stage)
 
 
 def refuse_new_parameter(stage: str) -> None:
@@ -444,5 +492,3 @@ def test_every_rank_starts_from_rank_0(ranks: RankPools, stage: str) -> None:
     expected["scale"].fill_(0)
     for state in (first, second):
         assert all(torch.equal(state[name], value) for name, value in expected.items())
-
-

@@ -37,10 +37,10 @@ from tests.sharding.models import Block, Stack
 class Branching(nn.Module):
     """Parts that only some ranks, or nobody, uses."""
 
-    def __init__(self, blocks: int = 2) -> None:
+    def __init__(self, blocks: int = 2, never: bool = True) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(BranchingBlock() for _ in range(blocks))
+        self.blocks = nn.ModuleList(BranchingBlock(never) for _ in range(blocks))
         self.some = nn.Linear(WIDTH, WIDTH)
         self.never = nn.Linear(WIDTH, WIDTH)
         self.last = nn.Linear(WIDTH, 2)
@@ -55,10 +55,11 @@ class Branching(nn.Module):
 
 
 class BranchingBlock(Block):
-    def __init__(self) -> None:
+    def __init__(self, never: bool = True) -> None:
         super().__init__()
         self.extra = nn.Linear(WIDTH, WIDTH)
-        self.never = nn.Linear(WIDTH, WIDTH)
+        if never:
+            self.never = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor, inner: bool = False) -> torch.Tensor:
         x = super().forward(x)
@@ -103,7 +104,10 @@ RESTS = {"stage3_param_persistence_threshold": 100_000}
 UNUSED = {
     "inside a block, rank 1": Case(Branching, inner_on_rank_1),
     "inside a block, in turn": Case(Branching, inner_in_turn, gas=2),
-    "inside each of many blocks": Case(lambda: Branching(6), inner_in_turn),
+    "inside each of many blocks": Case(lambda: Branching(6, never=False), inner_in_turn),
+    "inside each of many blocks, nothing fetched early": Case(
+        lambda: Branching(6, never=False), inner_in_turn, zero={"stage3_prefetch_bucket_size": 0}
+    ),
     "a module, rank 1": Case(Branching, outer_on_rank_1, zero=RESTS),
     "a module, in turn": Case(Branching, outer_in_turn, zero=RESTS, gas=2, optimizer=momentum),
     "on odd steps, AdamW": Case(Branching, unused_on_odd_steps, steps=5),
@@ -376,9 +380,7 @@ def test_an_exception_on_all_ranks_is_recovered_from(ranks: RankPools, where: st
 
 def recover_by_hand(stage: str) -> None:
     engine, plain = pair(stage)
-    hook = engine.module.blocks[1].up.register_forward_hook(
-        lambda m, a, out: out.register_hook(raise_planned) and None
-    )
+    hook = engine.module.blocks[1].up.register_forward_hook(lambda m, a, out: out.register_hook(raise_planned) and None)
     try:
         with pytest.raises(Planned):
             engine.scale(loss_of(engine, 50)).backward()

@@ -46,7 +46,7 @@ def save(stage: str) -> None:
         fresh = Tokens("module").double()
         fresh.load_state_dict(engine.module_state_dict())
         with torch.no_grad():
-            same(token_loss(fresh, At(1, 0, 0)).item(), token_loss(engine, At(1, 0, 0)).item(), "loss of what was saved")
+            same(token_loss(fresh, At(1, 0, 0)).item(), token_loss(engine, At(1, 0, 0)).item(), "loss")
         if stage == "3":
             assert model.blocks[0].up.weight.isnan().all() and model.tok.weight.isnan().all(), "released again"
         assert set(engine.module_state_dict(exclude_frozen_parameters=True)) == set(expected)
@@ -105,7 +105,7 @@ def load_wrong(stage: str) -> None:
     before = engine.module_state_dict()
     try:
         missing = {n: v for n, v in before.items() if n != "blocks.1.up.weight"}
-        with pytest.raises(RuntimeError, match=r'Missing key.*blocks\.1\.up\.weight'):
+        with pytest.raises(RuntimeError, match=r"Missing key.*blocks\.1\.up\.weight"):
             model.load_state_dict(missing)
         with pytest.raises(RuntimeError, match=r"Unexpected key.*extra"):
             model.load_state_dict({**before, "extra": torch.ones(1)})

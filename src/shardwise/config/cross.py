@@ -7,7 +7,7 @@ from typing import Any
 
 from shardwise.config.fields import Integer, refused
 from shardwise.config.problems import Path, Problems
-from shardwise.config.sections import BF16Section, FP16Section, ZeroSection
+from shardwise.config.sections import BF16Section, FP16Section, TorchAutocastSection, ZeroSection
 from shardwise.errors import ConfigError
 
 
@@ -25,6 +25,13 @@ def check_across(sections: Mapping[str, Any], world_size: int, problems: Problem
     paths = (("fp16", "enabled"), ("bf16", "enabled"))
     if fp16.enabled and bf16.enabled and not problems.touches(*paths):
         problems.add(paths[0], "true, but bf16.enabled is true as well; enable one of the two")
+    autocast: TorchAutocastSection = sections.get("torch_autocast") or TorchAutocastSection()
+    if autocast.lower_precision_safe_modules:
+        problems.add(
+            ("torch_autocast", "lower_precision_safe_modules"),
+            "has not landed yet: gradients of all modules are reduced in communication_data_type; remove the key",
+            "later",
+        )
     zero = sections.get("zero_optimization")
     if isinstance(zero, ZeroSection):
         _check_mics(zero, world_size, problems)

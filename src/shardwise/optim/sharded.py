@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -48,7 +49,7 @@ class ShardedOptimizer(Optimizer):
         self._pieces: dict[int, list[tuple[Piece, nn.Parameter]]] = {}
         of_param = self._make_pieces(model.units)
         names = {id(slot.param): slot.name for u in model.units for slot in u.slots}
-        self._trained = self._rebind(of_param, names)
+        self._trained = self._rebind(of_param)
         self._sub_groups = self._cut(min(sub_group_size, STEP_NUMEL))
         model.on_unfreeze = self._unfreeze
         self._names = names
@@ -136,6 +137,13 @@ class ShardedOptimizer(Optimizer):
         for handle in handles:
             handle.wait()
 
+    def close(self) -> None:
+        """Give the inner optimizer its parameters back, without state: this rank has only a part of that."""
+        self.optimizer.state.clear()
+        for group, params in zip(self.optimizer.param_groups, self._given, strict=True):
+            group["params"] = params
+        self._pieces.clear()
+
     def state_bytes(self) -> int:
         """Bytes of the optimizer's state and master weights on this rank."""
         state = sum(
@@ -177,20 +185,23 @@ class ShardedOptimizer(Optimizer):
             self._pieces[id(unit)] = pieces
         return of_param
 
-    def _rebind(self, of_param: Mapping[int, nn.Parameter | None], names: Mapping[int, str]) -> set[int]:
+    def _rebind(self, of_param: Mapping[int, nn.Parameter | None]) -> set[int]:
         """Put the pieces into the inner optimizer's groups in place of the parameters, state included."""
-        trained: set[int] = set()
-        pieces = {id(p.slot.param): p for pairs in self._pieces.values() for p, _ in pairs}
-        old_state = dict(self.optimizer.state)
-        self.optimizer.state.clear()
         for number, group in enumerate(self.optimizer.param_groups):
-            mine = []
             for param in group["params"]:
                 if id(param) not in of_param:
                     raise ShardingError(
                         f"group {number} of the optimizer holds a parameter of shape {tuple(param.shape)} that is not "
                         "a parameter of the model; give shardwise.initialize the module that contains it."
                     )
+        trained: set[int] = set()
+        pieces = {id(p.slot.param): p for pairs in self._pieces.values() for p, _ in pairs}
+        old_state = dict(self.optimizer.state)
+        self.optimizer.state.clear()
+        self._given = [list(group["params"]) for group in self.optimizer.param_groups]
+        for group in self.optimizer.param_groups:
+            mine = []
+            for param in group["params"]:
                 trained.add(id(param))
                 tensor = of_param[id(param)]
                 if tensor is None:
@@ -240,6 +251,12 @@ class ShardedOptimizer(Optimizer):
 
 
 def _check_class(inner: Optimizer, model: ShardedModel, allow_untested: bool) -> None:
+    closure = inspect.signature(type(inner).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(
+            f"optimizer {type(inner).__name__} evaluates the loss itself, several times a step (a closure); the "
+            "engine's loop of forward, backward and step cannot serve it. Use an optimizer that steps from gradients."
+        )
     if type(inner) in ELEMENTWISE or model.mesh.shard.size == 1 or not model.policy.shard_optimizer:
         return
     name = type(inner).__name__

@@ -35,8 +35,8 @@ class Gatherer:
 
     In the backward pass the gather is triggered by the autograd node that produced the module's output. Autograd runs
     nodes in the reverse of the order in which they were made, so when a scope's backward begins, that of every scope
-    that ran after it is over: this is when those are released. (Not when their gradients arrive: a frozen parameter
-    has none.)
+    beside it that ran after it is over: this is when those are released. (Not when their gradients arrive: a frozen
+    parameter has none.)
 
     Args:
         scopes: the modules; the first is the whole model.
@@ -153,7 +153,8 @@ class Gatherer:
             unit.start_gather()
 
     def _retire_others(self, scope: Scope) -> None:
-        keep = {id(u) for s in self._scopes if s.contains(scope) for u in s.units}
+        # Around it and inside it: a node of the whole model's output may lie in the middle of a block.
+        keep = {id(u) for s in self._scopes if s.contains(scope) or scope.contains(s) for u in s.units}
         coming = {id(u) for u in self._traces[True].coming(self._prefetch_numel)}
         for unit in self._units:
             if id(unit) not in keep and id(unit) not in coming and unit.live and not self._is_running(unit):
