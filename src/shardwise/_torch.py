@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -31,8 +32,16 @@ def is_fake(tensor: torch.Tensor) -> bool:
 
 
 def tensors_in(value: object) -> list[torch.Tensor]:
-    """All tensors in nested lists, tuples, dicts and registered output classes."""
-    return [leaf for leaf in _tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    """All tensors in nested lists, tuples, mappings, dataclasses and registered output classes."""
+    found: list[torch.Tensor] = []
+    for leaf in _tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            found += tensors_in([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+        elif isinstance(leaf, Mapping):
+            found += tensors_in(list(leaf.values()))
+    return found
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:
@@ -52,6 +61,11 @@ def is_compiled(module: torch.nn.Module) -> bool:
     # Importing torch._dynamo takes a second; where nobody has imported it, nothing is compiled.
     eval_frame = sys.modules.get("torch._dynamo.eval_frame")
     return eval_frame is not None and isinstance(module, eval_frame.OptimizedModule)
+
+
+def is_missing_storage(error: RuntimeError) -> bool:
+    """Whether torch complains that a tensor's storage was released."""
+    return "storage of size 0" in str(error) or "data is not allocated yet" in str(error)
 
 
 def in_backward_pass() -> bool:

@@ -21,6 +21,12 @@ from .sharding.access import pinned
 from .sharding.agreement import agree, not_finite_units
 from .sharding.gradient import LOW_PRECISION
 
+RELEASED_TOO_EARLY = (
+    "the backward pass needs a parameter that is not gathered: the output of its module reached the loss by a way that "
+    "shardwise does not see (kept in an attribute, a cache or an object of a class of its own). Return it from the "
+    "module's forward as a tensor, in a list, dict, tuple or dataclass."
+)
+
 
 class Engine(EngineState):
     """Trains a model by the loop ``loss = engine(batch); engine.backward(loss); engine.step()``.
@@ -76,10 +82,12 @@ class Engine(EngineState):
             reducer.begin(ends_itself=False)
             try:
                 self._scaled(loss, weight).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
-            except Exception:
+            except Exception as error:
                 # The user's error is the one to see; that other ranks are gone as well is a consequence.
                 with contextlib.suppress(CommError):
                     self._sharded.abort()
+                if isinstance(error, RuntimeError) and _torch.is_missing_storage(error):
+                    raise ShardingError(RELEASED_TOO_EARLY) from error
                 raise
             reducer.end()
         return loss.detach() / self._gas if scale_wrt_gas and not by_tokens else loss.detach()

@@ -28,7 +28,7 @@ def check_arguments(model: Any, optimizer: Any, lr_scheduler: Any, mpu: Any, mes
     """
     if not isinstance(model, nn.Module):
         got = "none was given" if model is None else f"got {type(model).__name__}"
-        raise ConfigError(f"model: shardwise.initialize needs the torch.nn.Module to train; {got}.")
+        raise ConfigError(f"model: shardwise.initialize needs the model to train, a torch.nn.Module; {got}.")
     if isinstance(optimizer, ShardedOptimizer):
         raise ShardingError("optimizer: this one belongs to another engine; give initialize the plain one.")
     if optimizer is not None and not isinstance(optimizer, Optimizer) and not callable(optimizer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,16 +19,29 @@ if TYPE_CHECKING:
 
 
 class Scope:
-    """A module and the units that must be whole while it runs."""
+    """A module and the units that must be whole while it runs.
+
+    Attributes:
+        open_calls: forwards of the module whose backward has not begun.
+    """
 
     def __init__(self, name: str, module: nn.Module, units: list[Unit]) -> None:
         self.name = name
         self.module = module
         self.units = units
+        self.open_calls = 0
 
     def contains(self, other: Scope) -> bool:
         """Whether the other scope's module lies inside this one's (or is it)."""
         return not self.name or other.name == self.name or other.name.startswith(self.name + ".")
+
+
+@dataclass
+class _Call:
+    """One forward of a scope that a backward may reach."""
+
+    scope: Scope
+    open: bool
 
 
 class Gatherer:
@@ -35,14 +49,14 @@ class Gatherer:
 
     In the backward pass the gather is triggered by the autograd node that produced the module's output. Autograd runs
     nodes in the reverse of the order in which they were made, so when a scope's backward begins, that of every scope
-    beside it that ran after it is over: this is when those are released. (Not when their gradients arrive: a frozen
-    parameter has none.)
+    beside it that ran after it is over: this is when those are released, and their gradients reduced. (Not when their
+    gradients arrive: a frozen parameter has none.)
 
     Args:
         scopes: the modules; the first is the whole model.
         zero: the ``stage3_*`` keys.
         begin_backward: called when a backward pass is seen to start.
-        in_backward: whether a backward pass is running.
+        scope_over: called with the units of a scope whose backward is over.
     """
 
     def __init__(
@@ -50,20 +64,25 @@ class Gatherer:
         scopes: list[Scope],
         zero: ZeroSection,
         begin_backward: Callable[[], None],
-        in_backward: Callable[[], bool],
+        scope_over: Callable[[list[Unit]], None],
     ) -> None:
         self._scopes = scopes
         self._prefetch_numel = zero.stage3_prefetch_bucket_size
         self._max_live = zero.stage3_max_live_parameters
         self._max_reuse = zero.stage3_max_reuse_distance
         self._begin_backward = begin_backward
-        self._in_backward = in_backward
+        self._scope_over = scope_over
         self._units = list({id(u): u for s in scopes for u in s.units}.values())
         self._of_param = {id(slot.param): u for u in self._units for slot in u.slots}
+        self._scopes_of = {id(u): [s for s in scopes if u in s.units] for u in self._units}
         self._running: list[Scope] = []
+        self._begun: dict[int, Scope] = {}
+        self._related: dict[int, set[int]] = {}
         # One for training and one for evaluation; what a re-entrant checkpoint runs without gradients is training.
         self._traces = {True: Trace(), False: Trace()}
         self._training = True
+        self._graph_made = False
+        self._holding = False
         self._stray: dict[bool, StrayParameters] = {}
         self._stray_checked: set[bool] = set()
         self._hooks: list[Any] = []
@@ -82,12 +101,29 @@ class Gatherer:
             if not self._is_running(unit):
                 unit.release()
 
+    def backward_begins(self) -> None:
+        """A backward pass starts. After one that made a graph (``create_graph=True``), the nodes of that graph read
+        parameters with no module around them: everything is gathered and kept."""
+        self._holding, self._graph_made = self._graph_made, False
+        if self._holding:
+            for unit in self._units:
+                unit.start_gather()
+            for unit in self._units:
+                unit.finish_gather()
+
+    def backward_ends(self) -> None:
+        """The backward pass is over."""
+        self._holding = False
+        self._begun.clear()
+        for scope in self._scopes:
+            scope.open_calls = 0
+        self.release_all()
+
     def reset(self) -> None:
         """After an exception: nothing runs any more."""
         self._running.clear()
-        for mode in list(self._stray):
-            self._stray.pop(mode).stop()
-        self.release_all()
+        self._stop_watching_strays()
+        self.backward_ends()
 
     @property
     def live_numel(self) -> int:
@@ -101,10 +137,11 @@ class Gatherer:
         self._hooks.append(module.register_forward_hook(lambda m, a, out: self._after(scope, a, out), always_call=True))
 
     def _before(self, scope: Scope) -> None:
-        if not self._running and not self._in_backward():
+        recomputing = _torch.in_backward_pass()
+        if not self._running and not recomputing:
             self._start_iteration()
         self._running.append(scope)
-        if self._in_backward():
+        if recomputing:
             self._retire_others(scope)
         self._need(scope)
 
@@ -115,31 +152,35 @@ class Gatherer:
                 pass
         if not self._running:
             self._stop_watching_strays()
-        if self._in_backward():
-            return  # a recomputation: the scope's backward comes next
         if torch.is_grad_enabled():
             self._watch_backward(scope, args, out)
+        if _torch.in_backward_pass():
+            return  # a recomputation: the scope's backward comes next
         for unit in scope.units:
             if not self._is_running(unit) and not self._worth_keeping(unit):
                 unit.release()
 
     def _watch_backward(self, scope: Scope, args: Any, out: Any) -> None:
         passed_through = {id(t.grad_fn) for t in _torch.tensors_in(args) if t.grad_fn is not None}
-        seen: set[int] = set()
-        for tensor in _torch.tensors_in(out):
-            node = tensor.grad_fn
-            if node is None or id(node) in passed_through or id(node) in seen:
-                continue
-            seen.add(id(node))
-            node.register_prehook(lambda grads: self._before_backward(scope))
+        nodes = {id(t.grad_fn): t.grad_fn for t in _torch.tensors_in(out) if t.grad_fn is not None}
+        # The graph of a recomputation may be thrown away: its call is not waited for.
+        call = _Call(scope, open=not _torch.in_backward_pass() and bool(nodes.keys() - passed_through))
+        scope.open_calls += call.open
+        for key in nodes.keys() - passed_through:
+            nodes[key].register_prehook(lambda grads: self._before_backward(call))
 
-    def _before_backward(self, scope: Scope) -> None:
+    def _before_backward(self, call: _Call) -> None:
         self._begin_backward()
-        self._retire_others(scope)
-        self._need(scope)
+        self._graph_made = self._graph_made or torch.is_grad_enabled()
+        if call.open:
+            call.open = False
+            call.scope.open_calls -= 1
+        self._retire_others(call.scope)
+        self._begun[id(call.scope)] = call.scope
+        self._need(call.scope)
 
     def _need(self, scope: Scope) -> None:
-        trace = self._traces[self._training or self._in_backward()]
+        trace = self._traces[self._training or _torch.in_backward_pass()]
         wanted = [u for u in scope.units if not u.live]
         for unit in wanted:
             unit.start_gather()
@@ -153,12 +194,31 @@ class Gatherer:
             unit.start_gather()
 
     def _retire_others(self, scope: Scope) -> None:
-        # Around it and inside it: a node of the whole model's output may lie in the middle of a block.
-        keep = {id(u) for s in self._scopes if s.contains(scope) or scope.contains(s) for u in s.units}
+        """The backward of ``scope`` begins: those beside it are over."""
+        over = [s for s in self._begun.values() if not (s.contains(scope) or scope.contains(s))]
+        for other in over:
+            del self._begun[id(other)]
+        for other in over:
+            self._scope_over([u for u in other.units if not self._in_use_elsewhere(u)])
+        if self._holding:
+            return
+        keep = self._related_units(scope)
         coming = {id(u) for u in self._traces[True].coming(self._prefetch_numel)}
         for unit in self._units:
-            if id(unit) not in keep and id(unit) not in coming and unit.live and not self._is_running(unit):
+            if unit.live and id(unit) not in keep and id(unit) not in coming and not self._is_running(unit):
                 unit.release()
+
+    def _in_use_elsewhere(self, unit: Unit) -> bool:
+        """Whether a scope that needs the unit has its backward under way or ahead (tied weights, a second call)."""
+        return any(s.open_calls > 0 or id(s) in self._begun for s in self._scopes_of[id(unit)])
+
+    def _related_units(self, scope: Scope) -> set[int]:
+        # Around it and inside it: a node of the whole model's output may lie in the middle of a block.
+        found = self._related.get(id(scope))
+        if found is None:
+            related = [s for s in self._scopes if s.contains(scope) or scope.contains(s)]
+            found = self._related[id(scope)] = {id(u) for s in related for u in s.units}
+        return found
 
     def _worth_keeping(self, unit: Unit) -> bool:
         distance = self._traces[self._training].reuse_distance(unit)
@@ -185,4 +245,6 @@ class Gatherer:
         scope = self._running[-1] if self._running else self._scopes[0]
         if unit not in scope.units:
             scope.units.append(unit)
+            self._scopes_of[id(unit)].append(scope)
+            self._related.clear()
         unit.finish_gather()

@@ -144,9 +144,10 @@ class UnitGradient:
 
     def discard(self) -> None:
         """Drop all gradients of the window."""
-        for buffer in (self._raw, self._kept):
-            if buffer is not None:
-                self._pool.give(buffer)
+        # A whole gradient buffer (`_kept`) goes back to the allocator and not to the pool: between the step and the
+        # next backward its memory is the activations'.
+        if self._raw is not None:
+            self._pool.give(self._raw)
         if self._wire is not None and self._wire is not self._raw:
             self._pool.give(self._wire)
         self._raw = self._kept = self._wire = self.total = None

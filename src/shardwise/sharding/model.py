@@ -74,20 +74,17 @@ class ShardedModel:
         self.grads = [self._new_gradient(u) for u in self.units if u.slots[0].param.requires_grad]
         self._frozen = [(u, s) for u in self.units for s in u.slots if not s.param.requires_grad]
         overlap = True if zero.overlap_comm is None else zero.overlap_comm
-        self.reducer = Reducer(self.grads, self.policy, mesh, overlap=overlap)
+        by_scope = any(u.releases for u in self.units)
+        self.reducer = Reducer(self.grads, self.policy, mesh, overlap=overlap, by_scope=by_scope)
         self.on_unfreeze: Callable[[Unit], None] = lambda unit: None
         unit_of = {id(slot.param): u for u in self.units for slot in u.slots}
         scopes = [
             Scope(p.name, p.module, list({id(u): u for _, q in p.params if (u := unit_of[id(q)]).releases}.values()))
             for p in plans
         ]
-        self.gatherer = (
-            Gatherer(scopes, zero, self.reducer.begin, _torch.in_backward_pass)
-            if any(u.releases for u in self.units)
-            else None
-        )
+        self.gatherer = Gatherer(scopes, zero, self.reducer.begin, self.reducer.scope_over) if by_scope else None
         if self.gatherer is not None:
-            self.reducer.on_end = self.gatherer.release_all
+            self.reducer.on_begin, self.reducer.on_end = self.gatherer.backward_begins, self.gatherer.backward_ends
             self.gatherer.release_all()
         self._state_hooks = StateDictHooks(model, scopes, self.units)
         self._guards = Guards(model, {u.dtype for u in self.units}, device)
@@ -118,8 +115,10 @@ class ShardedModel:
         self._state_hooks.remove()
         self._guards.remove()
         self.reducer.close()
+        broken = any(axis.failed for axis in self.mesh.axes())
         for unit in self.units:
-            unit.dissolve()
+            if not broken:  # else nobody is there to gather from, and the first error is the one to see
+                unit.dissolve()
             unmark(unit)
         self.units, self.grads = [], []
 

@@ -66,7 +66,9 @@ def plan_scopes(model: nn.Module, zero: ZeroSection) -> list[ScopePlan]:
             return
         blocks = _holds_blocks(module)
         for child_name, child in module.named_children():
-            visit(child, f"{name}.{child_name}" if name else child_name, blocks)
+            # A list inside a list is no block: it has no forward around which to gather.
+            is_block = blocks and not isinstance(child, nn.ModuleList | nn.ModuleDict)
+            visit(child, f"{name}.{child_name}" if name else child_name, is_block)
 
     visit(model, "", False)
     return scopes

@@ -12,6 +12,7 @@ from .. import _torch
 from ..dist import Handle, Mesh
 from .gradient import UnitGradient
 from .policy import Policy
+from .unit import Unit
 
 # Reductions in flight at once. One travels while the next unit's gradients are computed; more only cost memory.
 MAX_IN_FLIGHT = 2
@@ -24,26 +25,43 @@ class Reducer:
     before it, and what is incomplete when the backward ends is reduced then, with zeros for what is missing. The
     order starts as the reverse of the model's and is replaced by the one that rank 0 saw in its first backward.
 
+    Where parameters are gathered during the backward (stage 3), a unit is reduced when the backward of its module is
+    over, complete or not. Gathers and reductions then interleave alike on all ranks; else a rank that waits for a
+    reduction and one that waits for a gather could wait for each other.
+
+    Args:
+        grads: the units that are trained.
+        policy: the row of the ZeRO table.
+        mesh: the ranks.
+        overlap: let reductions travel while the backward goes on.
+        by_scope: units are reduced by :meth:`scope_over`, and what is left at the end.
+
     Attributes:
         boundary: whether the next backward is the last one before a step; set by the engine.
         active: whether a backward pass is running.
     """
 
-    def __init__(self, grads: list[UnitGradient], policy: Policy, mesh: Mesh, *, overlap: bool) -> None:
+    def __init__(self, grads: list[UnitGradient], policy: Policy, mesh: Mesh, *, overlap: bool, by_scope: bool) -> None:
         self.grads = list(grads)
         self.boundary = True
         self.active = False
         self._policy = policy
         self._mesh = mesh
+        self._by_scope = by_scope
         self._in_flight_limit = MAX_IN_FLIGHT if overlap else 0
         self._order = list(reversed(range(len(grads))))
-        self._order_learned = False
+        self._order_learned = by_scope
+        self._index = {id(g.unit): i for i, g in enumerate(self.grads)}
         self._seen: list[int] = []
         self._cursor = 0
         self._ready: set[int] = set()
+        self._issued: set[int] = set()
         self._in_flight: list[tuple[UnitGradient, Handle]] = []
         self._unreduced = False
+        self._ends_itself = False
+        self._arrivals = 0
         self._hooks: list[Any] = []
+        self.on_begin: Callable[[], None] = lambda: None
         self.on_end: Callable[[], None] = lambda: None
         for index in range(len(self.grads)):
             self._watch(index)
@@ -51,8 +69,10 @@ class Reducer:
     def add(self, grad: UnitGradient) -> None:
         """Watch one more unit (it was frozen before)."""
         self.grads.append(grad)
-        self._order.append(len(self.grads) - 1)
-        self._watch(len(self.grads) - 1)
+        index = len(self.grads) - 1
+        self._order.append(index)
+        self._index[id(grad.unit)] = index
+        self._watch(index)
 
     def begin(self, *, ends_itself: bool = True) -> None:
         """A backward pass starts. Does nothing if one is running.
@@ -63,36 +83,43 @@ class Reducer:
         if self.active:
             return
         self.active = True
-        self._cursor = 0
-        self._ready.clear()
-        self._seen.clear()
-        for grad in self.grads:
-            grad.begin_backward()
+        self._ends_itself = ends_itself
+        self._start_round()
         if ends_itself:
             _torch.queue_backward_callback(self.end)
+        self.on_begin()
 
     @property
     def reduces_now(self) -> bool:
         """Whether this backward reduces, or only collects."""
         return self._policy.reduce_each_micro_step or self.boundary
 
+    def scope_over(self, units: list[Unit]) -> None:
+        """The backward of the module that needs these units is over: reduce them, with zeros for what is missing."""
+        if not self.active or not self.reduces_now:
+            return
+        for unit in units:
+            index = self._index.get(id(unit))
+            if index is not None:
+                self._issue(index)
+
     def end(self) -> None:
         """The backward pass is over: reduce what is left, and wait."""
         if not self.active:
             return
         self.active = False
-        if self.reduces_now:
-            self._reduce_rest()
-        else:
-            self._unreduced = True
+        # A pass that was begun by a hook and brought no gradient was `torch.autograd.grad`: nothing to reduce.
+        if self._arrivals or not self._ends_itself:
+            if self.reduces_now:
+                self._reduce_rest()
+            else:
+                self._unreduced = True
         self.on_end()
 
     def finish(self) -> None:
         """Before a step: make sure that all gradients of the window are reduced."""
         if self._unreduced:
-            for grad in self.grads:
-                grad.begin_backward()
-            self._cursor = 0
+            self._start_round()
             self._reduce_rest()
 
     def abort(self) -> None:
@@ -114,29 +141,39 @@ class Reducer:
         self._hooks.clear()
         self.discard()
 
-    def _watch(self, index: int) -> None:
-        for slot in self.grads[index].unit.slots:
-            if slot.param.requires_grad:
-                self.watch_param(index, slot.param)
-
     def watch_param(self, index: int, param: torch.nn.Parameter) -> None:
         """Collect this parameter's gradients for the unit with this index."""
         watched: Any = param
         self._hooks.append(watched.register_post_accumulate_grad_hook(lambda p: self._arrived(index, p)))
 
+    def _watch(self, index: int) -> None:
+        for slot in self.grads[index].unit.slots:
+            if slot.param.requires_grad:
+                self.watch_param(index, slot.param)
+
+    def _start_round(self) -> None:
+        self._cursor = 0
+        self._arrivals = 0
+        self._ready.clear()
+        self._issued.clear()
+        self._seen.clear()
+        for grad in self.grads:
+            grad.begin_backward()
+
     def _arrived(self, index: int, param: torch.Tensor) -> None:
         self.begin()
+        self._arrivals += 1
         grad = self.grads[index]
         while grad.in_flight:
             self._finish_oldest()
         grad.collect(param)
         if grad.complete:
             self._seen.append(index)
-            if self.reduces_now:
+            if self.reduces_now and not self._by_scope:
                 self._unit_complete(index)
 
     def _unit_complete(self, index: int) -> None:
-        if index in self._order[: self._cursor]:
+        if index in self._issued:
             # A second time in one backward (re-entrant checkpoints around a shared module): one more round.
             self._issue(index)
             return
@@ -146,6 +183,7 @@ class Reducer:
             self._issue(self._order[self._cursor - 1])
 
     def _issue(self, index: int) -> None:
+        self._issued.add(index)
         grad = self.grads[index]
         if not grad.trained and not grad.pending:
             return
@@ -164,13 +202,9 @@ class Reducer:
             self._finish_oldest()
 
     def _reduce_rest(self) -> None:
-        early, rest = self._order[: self._cursor], self._order[self._cursor :]
-        self._cursor = len(self._order)
-        for index in rest:
+        late = [i for i in self._order if i in self._issued and self.grads[i].pending]
+        for index in [i for i in self._order if i not in self._issued] + late:
             self._issue(index)
-        for index in early:
-            if self.grads[index].pending:
-                self._issue(index)
         self._drain()
         self._unreduced = False
         if not self._order_learned:

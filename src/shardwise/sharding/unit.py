@@ -10,6 +10,7 @@ from torch import nn
 
 from .. import _torch
 from ..dist import Axis, Handle, Mesh
+from ..errors import ShardingError
 from .policy import Policy
 
 # Every parameter starts on a 64-byte boundary of its buffer: what CPU and GPU matrix kernels want to load.
@@ -124,8 +125,9 @@ class Unit:
             self._views = [self.flat[s.offset : s.end].view(s.shape) for s in self.slots]
             # One NaN that claims to have the parameter's shape: `numel()` is right, reading gives NaN, writing raises.
             nothing = float("nan") if self.dtype.is_floating_point else 0
-            nan = torch.full((), nothing, dtype=self.dtype, device=self.device)
-            self._released = [nan.expand(s.shape) for s in self.slots]
+            self._nan = torch.full((), nothing, dtype=self.dtype, device=self.device)
+            self._released = [self._nan.expand(s.shape) for s in self.slots]
+            self._versions = [0] * len(self.slots)
             self.master: torch.Tensor | None = None
             if with_master:
                 self.master = self._new_master()
@@ -177,6 +179,7 @@ class Unit:
         if self._gathering is not None:
             handle, self._gathering = self._gathering, None
             handle.wait()
+        self._refuse_lost_writes()
         for slot, view in zip(self.slots, self._views, strict=True):
             slot.param.data = view
         self.live = True
@@ -190,8 +193,9 @@ class Unit:
             self.finish_gather()
         if not self.live:
             return
-        for slot, nan in zip(self.slots, self._released, strict=True):
+        for i, (slot, nan) in enumerate(zip(self.slots, self._released, strict=True)):
             slot.param.data = nan
+            self._versions[i] = slot.param._version
         self.flat.untyped_storage().resize_(0)
         self.live = False
 
@@ -256,6 +260,20 @@ class Unit:
             kept = self.shard.numel() + (self.secondary.numel() if self.secondary is not None else 0)
             return kept * self.dtype.itemsize
         return self.numel * self.dtype.itemsize
+
+    def _refuse_lost_writes(self) -> None:
+        """Filling a released parameter does not raise in torch; the values would be lost."""
+        written = [s.name for s, v in zip(self.slots, self._versions, strict=True) if s.param._version != v]
+        # Writes through `.data` leave no other trace; on a GPU, looking would wait for the device.
+        if not written and self.device.type == "cpu" and not _torch.is_fake(self._nan) and self.dtype.is_floating_point:
+            written = [] if bool(torch.isnan(self._nan)) else [self.name]
+        if written:
+            self._nan.fill_(float("nan"))
+            self._versions = [s.param._version for s in self.slots]
+            raise ShardingError(
+                f"{written[0]} was written while it was released: the values are lost. Write inside "
+                "`shardwise.zero.GatheredParameters(params, modifier_rank=0)`."
+            )
 
     def _keep_secondary(self) -> None:
         # hpZ: after a gather over all ranks each rank keeps 1/k of the whole, so that the gathers that follow, until
