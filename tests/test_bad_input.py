@@ -234,7 +234,7 @@ def refused(kind: type[ShardwiseError], match: str, **arguments: Any) -> None:
             engine, *_ = shardwise.initialize(**arguments)
             engine.destroy()
     finally:
-        if isinstance(model, nn.Module) and not any(p.is_meta for p in model.parameters()):
+        if isinstance(model, nn.Module) and any(p.requires_grad and not p.is_meta for p in model.parameters()):
             usable_again(model)
 
 

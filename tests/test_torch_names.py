@@ -7,6 +7,7 @@ import collections
 import inspect
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -99,3 +100,15 @@ def test_in_backward_pass() -> None:
     x.register_hook(lambda g: seen.append(_torch.in_backward_pass()))
     (x * 2).sum().backward()
     assert seen == [True] and not _torch.in_backward_pass()
+
+
+def test_is_missing_storage() -> None:
+    flat = torch.ones(16)
+    view = flat.view(4, 4)
+    flat.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError) as read:
+        torch.mm(torch.ones(4, 4), view)
+    with pytest.raises(RuntimeError) as seen:
+        flat[2:].view(7, 2).add(1)
+    assert _torch.is_missing_storage(read.value) and _torch.is_missing_storage(seen.value)
+    assert not _torch.is_missing_storage(RuntimeError("mat1 and mat2 must have the same dtype"))

@@ -33,9 +33,8 @@ def check_arguments(model: Any, optimizer: Any, lr_scheduler: Any, mpu: Any, mes
         raise ShardingError("optimizer: this one belongs to another engine; give initialize the plain one.")
     if optimizer is not None and not isinstance(optimizer, Optimizer) and not callable(optimizer):
         raise ConfigError(
-            "optimizer: expected a torch.optim.Optimizer or a callable that makes one, got "
-            f"{type(optimizer).__name__}; "
-            'an optimizer by name belongs in the configuration: "optimizer": {"type": "AdamW", "params": {...}}.'
+            f"optimizer: got {type(optimizer).__name__}, expected a torch.optim.Optimizer or a callable that makes "
+            'one; an optimizer by name belongs in the configuration: "optimizer": {"type": "AdamW", "params": {...}}.'
         )
     if lr_scheduler is not None and not _is_schedule(lr_scheduler) and not callable(lr_scheduler):
         raise ConfigError(

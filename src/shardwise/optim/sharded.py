@@ -46,6 +46,7 @@ class ShardedOptimizer(Optimizer):
         self._model = model
         self._known = type(inner) in ELEMENTWISE
         _check_class(inner, model, allow_untested)
+        _check_closure(inner)
         self._pieces: dict[int, list[tuple[Piece, nn.Parameter]]] = {}
         of_param = self._make_pieces(model.units)
         names = {id(slot.param): slot.name for u in model.units for slot in u.slots}
@@ -250,13 +251,16 @@ class ShardedOptimizer(Optimizer):
                 yield tensor
 
 
-def _check_class(inner: Optimizer, model: ShardedModel, allow_untested: bool) -> None:
+def _check_closure(inner: Optimizer) -> None:
     closure = inspect.signature(type(inner).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ConfigError(
             f"optimizer {type(inner).__name__} evaluates the loss itself, several times a step (a closure); the "
             "engine's loop of forward, backward and step cannot serve it. Use an optimizer that steps from gradients."
         )
+
+
+def _check_class(inner: Optimizer, model: ShardedModel, allow_untested: bool) -> None:
     if type(inner) in ELEMENTWISE or model.mesh.shard.size == 1 or not model.policy.shard_optimizer:
         return
     name = type(inner).__name__
