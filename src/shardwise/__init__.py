@@ -4,12 +4,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import zero
-    from .config import Config
-    from .dist import init_distributed
-    from .engine import Engine
-    from .errors import CommError, ConfigError, NotYetSupported, ShardingError, ShardwiseError
-    from .setup import initialize
+    from shardwise import zero
+    from shardwise.config import Config
+    from shardwise.dist import init_distributed
+    from shardwise.engine import Engine
+    from shardwise.errors import CommError, ConfigError, NotYetSupported, ShardingError, ShardwiseError
+    from shardwise.setup import initialize
 
 __version__ = "0.1.0"
 

@@ -8,18 +8,18 @@ from typing import Any
 
 import torch
 
-from . import _torch
-from .data.batches import call, cast, loss_of, repeat
-from .engine_state import EngineState
-from .errors import CommError, ConfigError, ShardingError
-from .meter import logger
-from .optim import supports_found_inf
-from .optim.sharded import ShardedOptimizer
-from .outcome import StepOutcome, clip_factor
-from .precision import NoScaler, autocast_context
-from .sharding.access import pinned
-from .sharding.agreement import agree, not_finite_units
-from .sharding.gradient import LOW_PRECISION
+from shardwise import _torch
+from shardwise.data.batches import call, cast, loss_of, repeat
+from shardwise.engine_state import EngineState
+from shardwise.errors import CommError, ConfigError, ShardingError
+from shardwise.meter import logger
+from shardwise.optim import supports_found_inf
+from shardwise.optim.sharded import ShardedOptimizer
+from shardwise.outcome import StepOutcome, clip_factor
+from shardwise.precision import NoScaler, autocast_context
+from shardwise.sharding.access import pinned
+from shardwise.sharding.agreement import agree, not_finite_units
+from shardwise.sharding.gradient import LOW_PRECISION
 
 RELEASED_TOO_EARLY = (
     "the backward pass needs a parameter that is not gathered: the output of its module reached the loss by a way that "

@@ -11,18 +11,18 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from .dist import Mesh
-from .errors import ConfigError
-from .meter import Meter, logger
-from .optim.foreign import refuse_foreign_steps
-from .optim.sharded import ShardedOptimizer
-from .outcome import StepOutcome
-from .precision import LossScaler
-from .sharding import ShardedModel, model_state_bytes
-from .sharding.gradient import LOW_PRECISION
+from shardwise.dist import Mesh
+from shardwise.errors import ConfigError
+from shardwise.meter import Meter, logger
+from shardwise.optim.foreign import refuse_foreign_steps
+from shardwise.optim.sharded import ShardedOptimizer
+from shardwise.outcome import StepOutcome
+from shardwise.precision import LossScaler
+from shardwise.sharding import ShardedModel, model_state_bytes
+from shardwise.sharding.gradient import LOW_PRECISION
 
 if TYPE_CHECKING:
-    from .config import Config
+    from shardwise.config import Config
 
 
 class EngineState(nn.Module):

@@ -10,12 +10,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from .errors import ConfigError, NotYetSupported, ShardingError
-from .optim import build_optimizer, build_scheduler
-from .optim.sharded import ShardedOptimizer
+from shardwise.errors import ConfigError, NotYetSupported, ShardingError
+from shardwise.optim import build_optimizer, build_scheduler
+from shardwise.optim.sharded import ShardedOptimizer
 
 if TYPE_CHECKING:
-    from .config import Config
+    from shardwise.config import Config
 
 
 def check_arguments(model: Any, optimizer: Any, lr_scheduler: Any, mpu: Any, mesh_param: Any) -> None:

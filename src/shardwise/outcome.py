@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .sharding.agreement import is_finite
+from shardwise.sharding.agreement import is_finite
 
 # Added to the norm before it divides, as torch.nn.utils.clip_grad_norm_ does.
 CLIP_EPSILON = 1e-6

@@ -15,20 +15,20 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
-from . import _torch
-from .data import build_loader
-from .dist import Mesh, init_distributed
-from .dist.mesh import default_device
-from .engine import Engine
-from .errors import ConfigError
-from .ingredients import check_arguments, make_optimizer, make_scheduler
-from .meter import show_messages
-from .optim.sharded import ShardedOptimizer
-from .precision import build_scaler, model_dtype, torch_dtype
-from .sharding import ShardedModel
+from shardwise import _torch
+from shardwise.data import build_loader
+from shardwise.dist import Mesh, init_distributed
+from shardwise.dist.mesh import default_device
+from shardwise.engine import Engine
+from shardwise.errors import ConfigError
+from shardwise.ingredients import check_arguments, make_optimizer, make_scheduler
+from shardwise.meter import show_messages
+from shardwise.optim.sharded import ShardedOptimizer
+from shardwise.precision import build_scaler, model_dtype, torch_dtype
+from shardwise.sharding import ShardedModel
 
 if TYPE_CHECKING:
-    from .config import Config
+    from shardwise.config import Config
 
 
 def initialize(
@@ -142,7 +142,7 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Any:
 
 
 def _load(source: Any, model: nn.Module) -> Config:
-    from .config import Config  # not at import time: pydantic costs more than all the rest of this library
+    from shardwise.config import Config  # not at import time: pydantic costs more than all the rest of this library
 
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     if isinstance(source, Config):

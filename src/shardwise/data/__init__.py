@@ -1,5 +1,5 @@
 """Data: loaders that give each rank its own part."""
 
-from .loader import build_loader
+from shardwise.data.loader import build_loader
 
 __all__ = ["build_loader"]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ..errors import ShardingError
+from shardwise.errors import ShardingError
 
 
 def call(model: nn.Module, batch: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from ..dist import Axis
+from shardwise.dist import Axis
 
 
 def build_loader(

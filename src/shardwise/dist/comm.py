@@ -17,11 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import _torch
-from ..errors import CommError
-from .exchange import Exchange
-from .pool import BufferPool
-from .stuck import explain_failure
+from shardwise import _torch
+from shardwise.errors import CommError
+from shardwise.dist.exchange import Exchange
+from shardwise.dist.pool import BufferPool
+from shardwise.dist.stuck import explain_failure
 
 
 @dataclass

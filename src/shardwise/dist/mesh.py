@@ -9,8 +9,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ..errors import ConfigError
-from .comm import Axis
+from shardwise.errors import ConfigError
+from shardwise.dist.comm import Axis
 
 
 def init_distributed(

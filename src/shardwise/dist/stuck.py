@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from .. import _torch
-from ..errors import CommError
+from shardwise import _torch
+from shardwise.errors import CommError
 
 if TYPE_CHECKING:
-    from .comm import Axis
+    from shardwise.dist.comm import Axis
 
 # How long a rank that gave up listens for others that gave up too before it says who did not.
 GRACE_S = 2.0

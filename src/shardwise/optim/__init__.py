@@ -1,7 +1,7 @@
 """Optimizers and learning-rate schedules by their ds_config names."""
 
-from .optimizers import ELEMENTWISE, build_optimizer, supports_found_inf, supports_grad_scale
-from .schedulers import (
+from shardwise.optim.optimizers import ELEMENTWISE, build_optimizer, supports_found_inf, supports_grad_scale
+from shardwise.optim.schedulers import (
     LRRangeTest,
     OneCycle,
     WarmupCosineLR,

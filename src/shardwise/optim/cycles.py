@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from torch.optim import Optimizer
 
 from shardwise.errors import ConfigError
-
-from .schedule import Schedule, per_group, whole
+from shardwise.optim.schedule import Schedule, per_group, whole
 
 
 class LRRangeTest(Schedule):
@@ -169,8 +168,7 @@ def _takes_betas(optimizer: Optimizer) -> bool:
     """Whether momentum can be cycled on this optimizer; warns of what cycling, or not cycling, changes."""
     if "betas" not in optimizer.defaults:
         warnings.warn(
-            f"scheduler.params.cycle_momentum has no effect: {type(optimizer).__name__} has no betas. "
-            "Set it to false.",
+            f"scheduler.params.cycle_momentum has no effect: {type(optimizer).__name__} has no betas. Set it to false.",
             stacklevel=3,
         )
         return False

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..errors import ShardingError
+from shardwise.errors import ShardingError
 
 
 def refuse_foreign_steps(owner: nn.Module, own: Optimizer | None, managed: Mapping[int, str]) -> Any:

@@ -11,8 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from shardwise.errors import ConfigError, NotYetSupported
-
-from .kwargs import NamedSection, checked_kwargs, constructed, did_you_mean
+from shardwise.optim.kwargs import NamedSection, checked_kwargs, constructed, did_you_mean
 
 Parameters: TypeAlias = Iterable[torch.Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, torch.Tensor]]
 
@@ -127,8 +126,7 @@ def _optimizer_class(name: str | None) -> type[Optimizer]:
             return known[candidate]
     if folded in _NOT_LANDED:
         raise NotYetSupported(
-            f"optimizer.type: {name} is not available in shardwise yet; use AdamW, SGD or another class of "
-            "torch.optim."
+            f"optimizer.type: {name} is not available in shardwise yet; use AdamW, SGD or another class of torch.optim."
         )
     if name not in known:
         raise ConfigError(

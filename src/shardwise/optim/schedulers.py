@@ -9,11 +9,10 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from shardwise.errors import ConfigError
-
-from .cycles import LRRangeTest, OneCycle
-from .kwargs import NamedSection, checked_kwargs, constructed, did_you_mean
-from .schedule import Schedule
-from .warmup import WarmupCosineLR, WarmupDecayLR, WarmupLR
+from shardwise.optim.cycles import LRRangeTest, OneCycle
+from shardwise.optim.kwargs import NamedSection, checked_kwargs, constructed, did_you_mean
+from shardwise.optim.schedule import Schedule
+from shardwise.optim.warmup import WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 __all__ = [
     "LRRangeTest",

@@ -10,9 +10,8 @@ from enum import Enum
 from torch.optim import Optimizer
 
 from shardwise.errors import ConfigError
-
-from .kwargs import did_you_mean
-from .schedule import Schedule, per_group, whole
+from shardwise.optim.kwargs import did_you_mean
+from shardwise.optim.schedule import Schedule, per_group, whole
 
 
 class _Default(Enum):
@@ -70,9 +69,7 @@ class WarmupLR(_Warmup):
         last_batch_iteration: int = -1,
     ) -> None:
         self._min_lrs = per_group("warmup_min_lr", optimizer, warmup_min_lr)
-        self._max_lrs = (
-            None if warmup_max_lr is None else per_group("warmup_max_lr", optimizer, warmup_max_lr)
-        )
+        self._max_lrs = None if warmup_max_lr is None else per_group("warmup_max_lr", optimizer, warmup_max_lr)
         super().__init__(optimizer, warmup_num_steps, warmup_type, last_batch_iteration)
 
     def rates(self, index: int) -> list[float]:  # noqa: D102
@@ -121,9 +118,7 @@ class WarmupDecayLR(WarmupLR):
                     "the rate that you want, or to null for the optimizer's.",
                     stacklevel=2,
                 )
-        super().__init__(
-            optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration
-        )
+        super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
 
     def _after_warmup(self, index: int) -> float:
         # Above 1 only without a warm-up, before the first batch.

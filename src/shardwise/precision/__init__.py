@@ -1,7 +1,7 @@
 """Numbers: dtypes, autocast and loss scaling."""
 
-from .dtypes import autocast_context, model_dtype, torch_dtype
-from .scaler import (
+from shardwise.precision.dtypes import autocast_context, model_dtype, torch_dtype
+from shardwise.precision.scaler import (
     DynamicLossScaler,
     LossScaleError,
     LossScaler,

@@ -87,9 +87,7 @@ def model_dtype(config: PrecisionConfig) -> torch.dtype | None:
         ConfigError: both fp16 and bf16 are on.
     """
     if config.fp16.enabled and config.bf16.enabled:
-        raise ConfigError(
-            "fp16.enabled and bf16.enabled are both true; a model has one of them. Set one to false."
-        )
+        raise ConfigError("fp16.enabled and bf16.enabled are both true; a model has one of them. Set one to false.")
     if config.fp16.enabled:
         return torch.float16
     if config.bf16.enabled:

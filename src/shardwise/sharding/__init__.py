@@ -1,9 +1,9 @@
 """ZeRO: a model's parameters, gradients and optimizer state, sharded over ranks."""
 
-from .access import GatheredParameters, unit_of
-from .model import ShardedModel
-from .policy import POLICIES, Policy, model_state_bytes
-from .unit import Piece, Slot, Unit
+from shardwise.sharding.access import GatheredParameters, unit_of
+from shardwise.sharding.model import ShardedModel
+from shardwise.sharding.policy import POLICIES, Policy, model_state_bytes
+from shardwise.sharding.unit import Piece, Slot, Unit
 
 __all__ = [
     "POLICIES",

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import ShardingError
-from .unit import Unit
+from shardwise.errors import ShardingError
+from shardwise.sharding.unit import Unit
 
 # Where a parameter keeps its unit. Upstream's scripts look for attributes of the same kind (`ds_id`).
 _ATTRIBUTE = "_shardwise_unit"

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import _torch
-from .model import ShardedModel
+from shardwise import _torch
+from shardwise.sharding.model import ShardedModel
 
 # Squares are summed in rows of this many elements and the rows in float64: one float32 sum over 15 million elements
 # was measured to be wrong in the fourth digit.

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .. import _torch
-from .stray import StrayParameters
-from .trace import Trace
-from .unit import Unit
+from shardwise import _torch
+from shardwise.sharding.stray import StrayParameters
+from shardwise.sharding.trace import Trace
+from shardwise.sharding.unit import Unit
 
 if TYPE_CHECKING:
-    from ..config.sections import ZeroSection
+    from shardwise.config.sections import ZeroSection
 
 
 class Scope:

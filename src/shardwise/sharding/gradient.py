@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ..dist import Handle
-from ..dist.pool import BufferPool
-from ..errors import ShardingError
-from .unit import REDUCE, REPLICATE, Slot, Unit
+from shardwise.dist import Handle
+from shardwise.dist.pool import BufferPool
+from shardwise.errors import ShardingError
+from shardwise.sharding.unit import REDUCE, REPLICATE, Slot, Unit
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 

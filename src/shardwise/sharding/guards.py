@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import ShardingError
+from shardwise.errors import ShardingError
 
 # Set as attributes of the module objects, never of their classes; `remove` takes them away again.
 _GUARDED = ("_apply", "__reduce_ex__")

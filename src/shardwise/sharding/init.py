@@ -15,14 +15,14 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from ..dist import Axis, Mesh, init_distributed
-from ..dist.mesh import default_device
-from ..errors import NotYetSupported, ShardingError
-from .access import mark, unit_of
-from .policy import POLICIES
-from .state import StateDictHooks
-from .stray import StrayParameters
-from .unit import Unit
+from shardwise.dist import Axis, Mesh, init_distributed
+from shardwise.dist.mesh import default_device
+from shardwise.errors import NotYetSupported, ShardingError
+from shardwise.sharding.access import mark, unit_of
+from shardwise.sharding.policy import POLICIES
+from shardwise.sharding.state import StateDictHooks
+from shardwise.sharding.stray import StrayParameters
+from shardwise.sharding.unit import Unit
 
 # Parameters that initialisation code touches stay whole until this many others were touched after them, so that code
 # that copies from one to another works.

@@ -10,21 +10,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .. import _torch
-from ..dist import Mesh
-from ..errors import ShardingError
-from .access import is_managed, mark, take_over, unmark
-from .gatherer import Gatherer, Scope
-from .gradient import LOW_PRECISION, GradientOptions, UnitGradient
-from .guards import Guards
-from .plan import plan_scopes, plan_units
-from .policy import POLICIES
-from .reducer import Reducer, warn_discarded
-from .state import StateDictHooks
-from .unit import Unit
+from shardwise import _torch
+from shardwise.dist import Mesh
+from shardwise.errors import ShardingError
+from shardwise.sharding.access import is_managed, mark, take_over, unmark
+from shardwise.sharding.gatherer import Gatherer, Scope
+from shardwise.sharding.gradient import LOW_PRECISION, GradientOptions, UnitGradient
+from shardwise.sharding.guards import Guards
+from shardwise.sharding.plan import plan_scopes, plan_units
+from shardwise.sharding.policy import POLICIES
+from shardwise.sharding.reducer import Reducer, warn_discarded
+from shardwise.sharding.state import StateDictHooks
+from shardwise.sharding.unit import Unit
 
 if TYPE_CHECKING:
-    from ..config.sections import ZeroSection
+    from shardwise.config.sections import ZeroSection
 
 
 class ShardedModel:

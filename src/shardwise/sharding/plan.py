@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from .policy import POLICIES, Policy
+from shardwise.sharding.policy import POLICIES, Policy
 
 if TYPE_CHECKING:
-    from ..config.sections import ZeroSection
+    from shardwise.config.sections import ZeroSection
 
 # Units that need not follow a module are merged up to this size: large enough that a collective's latency does not
 # count, small enough that several travel while the backward goes on.

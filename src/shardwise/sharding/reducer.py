@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from .. import _torch
-from ..dist import Handle, Mesh
-from .gradient import UnitGradient
-from .policy import Policy
-from .unit import Unit
+from shardwise import _torch
+from shardwise.dist import Handle, Mesh
+from shardwise.sharding.gradient import UnitGradient
+from shardwise.sharding.policy import Policy
+from shardwise.sharding.unit import Unit
 
 # Reductions in flight at once. One travels while the next unit's gradients are computed; more only cost memory.
 MAX_IN_FLIGHT = 2

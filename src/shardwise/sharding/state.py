@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import ShardingError
-from .gatherer import Scope
-from .unit import Unit
+from shardwise.errors import ShardingError
+from shardwise.sharding.gatherer import Scope
+from shardwise.sharding.unit import Unit
 
 
 class StateDictHooks:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from .unit import Unit
+from shardwise.sharding.unit import Unit
 
 # Attributes that hand out the data; all others (shape, dtype, requires_grad, ...) are right without it.
 _DATA_ATTRIBUTES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})

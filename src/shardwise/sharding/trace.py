@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .unit import Unit
+from shardwise.sharding.unit import Unit
 
 
 class Trace:

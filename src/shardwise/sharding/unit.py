@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from .. import _torch
-from ..dist import Axis, Handle, Mesh
-from ..errors import ShardingError
-from .policy import Policy
+from shardwise import _torch
+from shardwise.dist import Axis, Handle, Mesh
+from shardwise.errors import ShardingError
+from shardwise.sharding.policy import Policy
 
 # Every parameter starts on a 64-byte boundary of its buffer: what CPU and GPU matrix kernels want to load.
 ALIGN_BYTES = 64
