@@ -8,6 +8,7 @@ settings.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import json
@@ -125,5 +126,16 @@ def _report(path: str | None, record: dict[str, object]) -> None:
     os.replace(path + ".part", path)
 
 
+def _leave(code: int) -> None:
+    # A failed rank skips the destructors of its process groups: with peers gone, gloo's threads can abort in them and
+    # write a last line under the traceback that matters.
+    if code:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    _leave(main(sys.argv[1:]))
