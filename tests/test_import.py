@@ -22,6 +22,7 @@ PUBLIC = [
     "ShardingError",
     "ShardwiseError",
     "__version__",
+    "add_config_arguments",
     "init_distributed",
     "initialize",
     "zero",
@@ -105,7 +106,7 @@ def test_import_changes_nothing_in_the_process(observed):
 def test_the_public_names():
     assert sorted(shardwise.__all__) == PUBLIC
     assert all(hasattr(shardwise, name) for name in PUBLIC)
-    assert shardwise.zero.__all__ == ["GatheredParameters", "Init"]
+    assert shardwise.zero.__all__ == ["GatheredParameters", "Init", "register_external_parameter"]
     everything: dict[str, Any] = {}
     exec("from shardwise import *", everything)
     assert set(PUBLIC) <= everything.keys()

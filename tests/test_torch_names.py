@@ -112,3 +112,19 @@ def test_is_missing_storage() -> None:
         flat[2:].view(7, 2).add(1)
     assert _torch.is_missing_storage(read.value) and _torch.is_missing_storage(seen.value)
     assert not _torch.is_missing_storage(RuntimeError("mat1 and mat2 must have the same dtype"))
+
+
+def test_graph_task_id() -> None:
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+
+    def nested(g: torch.Tensor) -> None:
+        seen.append(_torch.graph_task_id())
+        y = torch.ones(2, requires_grad=True)
+        y.register_hook(lambda _: seen.append(_torch.graph_task_id()))
+        with torch.enable_grad():
+            (y * 2).sum().backward()
+
+    x.register_hook(nested)
+    (x * 2).sum().backward()
+    assert len(set(seen)) == 2 and -1 not in seen and _torch.graph_task_id() == -1

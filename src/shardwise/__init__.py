@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from shardwise.dist import init_distributed
     from shardwise.engine import Engine
     from shardwise.errors import CommError, ConfigError, NotYetSupported, ShardingError, ShardwiseError
-    from shardwise.setup import initialize
+    from shardwise.setup import add_config_arguments, initialize
 
 __version__ = "0.1.0"
 
@@ -22,6 +22,7 @@ _HOMES = {
     "NotYetSupported": ".errors",
     "ShardingError": ".errors",
     "ShardwiseError": ".errors",
+    "add_config_arguments": ".setup",
     "init_distributed": ".dist",
     "initialize": ".setup",
 }
@@ -35,6 +36,7 @@ __all__ = [
     "ShardingError",
     "ShardwiseError",
     "__version__",
+    "add_config_arguments",
     "init_distributed",
     "initialize",
     "zero",

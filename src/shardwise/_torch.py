@@ -68,6 +68,11 @@ def is_missing_storage(error: RuntimeError) -> bool:
     return "storage of size 0" in str(error) or "data is not allocated yet" in str(error)
 
 
+def graph_task_id() -> int:
+    """A number of the backward graph that this thread executes now; -1 outside. Re-entrant graphs have their own."""
+    return int(torch._C._current_graph_task_id())
+
+
 def in_backward_pass() -> bool:
     """Whether this thread is executing autograd nodes now."""
-    return torch._C._current_graph_task_id() != -1
+    return graph_task_id() != -1

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from shardwise import _torch
-from shardwise.data.batches import call, cast, loss_of, repeat
+from shardwise.data.batches import call, cast, loss_of, repeat, to_device
 from shardwise.engine_state import EngineState
 from shardwise.errors import CommError, ConfigError, ShardingError
-from shardwise.meter import logger
+from shardwise.messages import logger
 from shardwise.optim import supports_found_inf
 from shardwise.optim.sharded import ShardedOptimizer
 from shardwise.outcome import StepOutcome, clip_factor
@@ -20,6 +20,7 @@ from shardwise.precision import NoScaler, autocast_context
 from shardwise.sharding.access import pinned
 from shardwise.sharding.agreement import agree, not_finite_units
 from shardwise.sharding.gradient import LOW_PRECISION
+from shardwise.sharding.reducer import warn_discarded
 
 RELEASED_TOO_EARLY = (
     "the backward pass needs a parameter that is not gathered: the output of its module reached the loss by a way that "
@@ -86,6 +87,8 @@ class Engine(EngineState):
                 # The user's error is the one to see; that other ranks are gone as well is a consequence.
                 with contextlib.suppress(CommError):
                     self._sharded.abort()
+                self._restart_window()
+                warn_discarded()
                 if isinstance(error, RuntimeError) and _torch.is_missing_storage(error):
                     raise ShardingError(RELEASED_TOO_EARLY) from error
                 raise
@@ -94,6 +97,8 @@ class Engine(EngineState):
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss as :meth:`backward` would differentiate it, for a script that calls ``.backward()`` itself."""
+        if self.config.gradient_normalization == "tokens":
+            raise ConfigError('gradient_normalization: "tokens" needs engine.backward(loss, tokens=n).')
         self._sharded.reducer.boundary = self.is_gradient_accumulation_boundary()
         self._losses.append(loss.detach())
         return self._scaled(loss, 1.0 / self._gas)
@@ -121,6 +126,7 @@ class Engine(EngineState):
             self._unsettled = True
             self._lr_kwargs = dict(lr_kwargs or {})
             self.micro_steps += 1
+            self._window_start = self.micro_steps
             self.global_steps += 1
             self.global_samples += self.train_batch_size()
             if not self._outcome.deferred:
@@ -150,7 +156,7 @@ class Engine(EngineState):
         iterator = data_iter if data_iter is not None else self._endless()
         losses = []
         for _ in range(self._gas):
-            batch = next(iterator)
+            batch = to_device(next(iterator), self.device)
             loss = loss_of(call(self, batch))
             losses.append(loss.detach())
             self.backward(loss, tokens=None if tokens is None else tokens(batch))
@@ -159,9 +165,14 @@ class Engine(EngineState):
         self.mesh.world.sum_small(mean, "mean loss")
         return mean[0] / self.mesh.world.size
 
+    def allreduce_gradients(self, bucket_size: int | None = None) -> None:
+        """Reduce what was collected and not reduced yet; ``step`` does so by itself. All ranks must call this."""
+        self._sharded.reducer.finish()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the window."""
+        """Drop the gradients that the window has so far; its micro-steps go on being counted."""
         self._sharded.reducer.discard()
+        self._forget()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -185,7 +196,7 @@ class Engine(EngineState):
         """Whether the present micro-batch is the last of its window."""
         if self._boundary is not None:
             return self._boundary
-        return (self.micro_steps + 1) % self._gas == 0
+        return self.micro_steps + 1 - self._window_start >= self._gas
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Let the script decide where windows end, from now on."""
@@ -198,6 +209,14 @@ class Engine(EngineState):
         """
         with pinned(self._sharded.units):
             return self.module.generate(*args, **kwargs)  # type: ignore[operator]
+
+    def _restart_window(self) -> None:
+        self.micro_steps = self._window_start
+        self._forget()
+
+    def _forget(self) -> None:
+        self._tokens = 0.0
+        self._losses.clear()
 
     def _scaled(self, loss: torch.Tensor, weight: float) -> torch.Tensor:
         factor = weight * self._scaler.scale
@@ -222,10 +241,12 @@ class Engine(EngineState):
         defer = self._may_defer(optimizer)
         if defer:
             outcome.deferred = True
+            outcome.start_copy()
             found_inf = (~outcome.finite).float().reshape(1) if checks else None
             optimizer.step(agreement=agreement, scale=scale, found_inf=found_inf)
         elif outcome.applied:
-            plain = not _torch.is_fake(scale) and float(scale) == 1.0
+            # Worth a look where it costs nothing; on a GPU it would wait for the device.
+            plain = self.device.type == "cpu" and not _torch.is_fake(scale) and float(scale) == 1.0
             optimizer.step(agreement=agreement, scale=None if plain else scale)
         else:
             outcome.bad_units = not_finite_units(self._sharded)
@@ -237,7 +258,8 @@ class Engine(EngineState):
         must be known before the next backward."""
         if self.device.type == "cpu" or not isinstance(self._scaler, NoScaler):
             return False
-        return supports_found_inf(optimizer.optimizer)
+        # Not SGD: whether it can skip depends on momenta that only this rank may have, and all ranks must choose alike.
+        return supports_found_inf(optimizer.optimizer) and not isinstance(optimizer.optimizer, torch.optim.SGD)
 
     def _log(self) -> None:
         every = self.config.steps_per_print
@@ -261,7 +283,7 @@ class Engine(EngineState):
     def _endless(self) -> Iterator[Any]:
         if self.training_dataloader is None:
             raise ConfigError("train_batch() without data_iter needs `training_data` in shardwise.initialize.")
-        if not hasattr(self, "_data"):
+        if self._data is None:
             self._data = repeat(self.training_dataloader)
         return self._data
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,8 +12,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from shardwise.dist import Mesh
+from shardwise.engine_later import LaterMethods
 from shardwise.errors import ConfigError
-from shardwise.meter import Meter, logger
+from shardwise.messages import logger
+from shardwise.meter import Meter
 from shardwise.optim.foreign import refuse_foreign_steps
 from shardwise.optim.sharded import ShardedOptimizer
 from shardwise.outcome import StepOutcome
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from shardwise.config import Config
 
 
-class EngineState(nn.Module):
+class EngineState(LaterMethods, nn.Module):
     """The part of :class:`~shardwise.Engine` that is asked, not run.
 
     Attributes:
@@ -63,7 +65,9 @@ class EngineState(nn.Module):
         self._gas = config.gradient_accumulation_steps
         self._micro_batch = config.train_micro_batch_size_per_gpu
         self._skipped = 0
+        self._window_start = 0
         self._boundary: bool | None = None
+        self._data: Iterator[Any] | None = None
         self._tokens = 0.0
         self._gradient_bytes = 0
         self._losses: list[torch.Tensor] = []
@@ -71,8 +75,9 @@ class EngineState(nn.Module):
         self._unsettled = False
         total = config.scheduler.params.get("total_num_steps") if config.scheduler is not None else None
         self._meter = Meter(sharded.device, config.wall_clock_breakdown, total)
-        own = None if optimizer is None else optimizer.optimizer
-        self._foreign = refuse_foreign_steps(self, own, sharded.managed)
+        if optimizer is not None:
+            optimizer.scaler = scaler
+        self._foreign = refuse_foreign_steps(self, optimizer, sharded.managed)
 
     def settle(self) -> None:
         """Learn how the last step went, if that was left open so as not to wait for the device."""
@@ -87,6 +92,9 @@ class EngineState(nn.Module):
                 self.lr_scheduler.step(**self._lr_kwargs)
         else:
             self._skipped += 1
+            if self._sharded.gatherer is not None:
+                # The cause may be a parameter that was read while it was released: it would be NaN every time.
+                self._sharded.gatherer.look_for_strays()
             if self.global_rank == 0:
                 where = ", ".join(self._outcome.bad_units[:3]) or "unknown, the step was decided on the device"
                 logger.warning(
@@ -178,6 +186,16 @@ class EngineState(nn.Module):
         state = self.module.state_dict()
         return {k: v.clone() for k, v in state.items() if not (exclude_frozen_parameters and k in frozen)}
 
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        # Accelerate asks for the weights under these two private names of upstream's.
+        return self.module_state_dict(exclude_frozen_parameters)
+
+    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """What the configuration says; weights are always gathered when they are asked for."""
+        return self.config.zero_optimization.stage3_gather_16bit_weights_on_model_save
+
     def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Load a whole model's state. All ranks must call this with the same values."""
         self.module.load_state_dict(state_dict, strict=strict)
@@ -242,6 +260,9 @@ class EngineState(nn.Module):
                 f"train_batch_size: {train_batch_size} is not a positive multiple of {once} (micro x ranks)."
             )
         self._gas = train_batch_size // once
+        if self._gas > 1:
+            for grad in self._sharded.grads:
+                grad.accumulate_wide()
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Tell the engine that the script's micro-batches now have this many samples."""

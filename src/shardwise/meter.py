@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -13,19 +11,6 @@ from datetime import timedelta
 
 import psutil
 import torch
-
-logger = logging.getLogger("shardwise")
-
-
-def show_messages() -> None:
-    """Print shardwise's messages on stderr, unless the program has set up logging for them itself."""
-    if not logger.hasHandlers():
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("[shardwise] %(message)s"))
-        logger.addHandler(handler)
-        logger.propagate = False
-    if logger.level == logging.NOTSET:
-        logger.setLevel(logging.INFO)
 
 
 @dataclass

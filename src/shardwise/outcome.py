@@ -30,12 +30,27 @@ class StepOutcome:
     deferred: bool = False
     bad_units: list[str] = field(default_factory=list)
     _applied: bool | None = None
+    _on_host: torch.Tensor | None = None
+    _copied: torch.cuda.Event | None = None
+
+    def start_copy(self) -> None:
+        """Send ``finite`` to the host behind the step's kernels: nobody then waits for what is queued later."""
+        if self.finite.device.type != "cuda":
+            return
+        self._on_host = torch.empty((), dtype=torch.bool, pin_memory=True)
+        self._on_host.copy_(self.finite, non_blocking=True)
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._copied.record()
 
     @property
     def applied(self) -> bool:
         """Whether the parameters were stepped. Waits for the device the first time."""
         if self._applied is None:
-            self._applied = is_finite(torch.where(self.finite, 0.0, torch.inf))
+            if self._on_host is not None and self._copied is not None:
+                self._copied.synchronize()
+                self._applied = bool(self._on_host)
+            else:
+                self._applied = is_finite(torch.where(self.finite, 0.0, torch.inf))
         return self._applied
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import random
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
@@ -22,7 +23,8 @@ from shardwise.dist.mesh import default_device
 from shardwise.engine import Engine
 from shardwise.errors import ConfigError
 from shardwise.ingredients import check_arguments, make_optimizer, make_scheduler
-from shardwise.meter import show_messages
+from shardwise.messages import logger, show_messages
+from shardwise.notes import notes
 from shardwise.optim.sharded import ShardedOptimizer
 from shardwise.precision import build_scaler, model_dtype, torch_dtype
 from shardwise.sharding import ShardedModel
@@ -80,6 +82,9 @@ def initialize(
         init_distributed()
     device = _device_of(model)
     settings = _load(source, model)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        for note in notes(settings):
+            logger.info(note)
     scaler = build_scaler(settings.fp16)  # here, because it may refuse: nothing has been changed yet
     _seed(settings)
     zero = settings.zero_optimization
@@ -127,6 +132,18 @@ def initialize(
         mesh.close()
         raise
     return engine, wrapped, loader, schedule
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add ``--deepspeed`` and ``--deepspeed_config`` to a script's parser, as scripts written for upstream expect.
+
+    Args:
+        parser: the script's parser; changed in place and returned.
+    """
+    group = parser.add_argument_group("shardwise")
+    group.add_argument("--deepspeed", action="store_true", help="train with the engine (a flag for the script to read)")
+    group.add_argument("--deepspeed_config", type=str, default=None, help="path of the ds_config.json")
+    return parser
 
 
 def _config_source(args: Any, config: Any, config_params: Any) -> Any:

@@ -133,9 +133,9 @@ class ZeroSection(Section):
     reduce_bucket_size: Bucket = 500_000_000
     allgather_partitions: Bool = True
     allgather_bucket_size: Bucket = 500_000_000
-    overlap_comm: Annotated[
-        bool | None, BeforeValidator(Flag("leave the key out for the default: true at stage 3 only"))
-    ] = None
+    overlap_comm: Annotated[bool | None, BeforeValidator(Flag("leave the key out for the default, which is true"))] = (
+        None
+    )
     sub_group_size: Bucket = 1_000_000_000
     stage3_prefetch_bucket_size: Size = 50_000_000
     stage3_param_persistence_threshold: Size = 100_000

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -48,12 +48,23 @@ def repeat(loader: DataLoader[Any]) -> Iterator[Any]:
         epoch += 1
 
 
+def to_device(value: Any, device: torch.device) -> Any:
+    """Tensors in nested lists, tuples and dicts, on a device."""
+    return _mapped(value, lambda t: t.to(device, non_blocking=True))
+
+
 def cast(value: Any, dtype: torch.dtype) -> Any:
     """Floating-point tensors in nested lists, tuples and dicts, in another dtype."""
+    return _mapped(value, lambda t: t.to(dtype) if t.is_floating_point() else t)
+
+
+def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
+        return change(value)
     if isinstance(value, Mapping):
-        return {k: cast(v, dtype) for k, v in value.items()}
+        return {k: _mapped(v, change) for k, v in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_mapped(v, change) for v in value))
     if isinstance(value, tuple | list):
-        return type(value)(cast(v, dtype) for v in value)
+        return type(value)(_mapped(v, change) for v in value)
     return value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from shardwise.dist.comm import Axis
 
 
 def init_distributed(
-    dist_backend: str | None = None, timeout: timedelta = timedelta(minutes=10), **_ignored: object
+    dist_backend: str | None = None, timeout: timedelta = timedelta(minutes=10), **group: Any
 ) -> None:
     """Start the default process group from the environment that ``shardwise launch`` or ``torchrun`` sets.
 
@@ -23,14 +24,17 @@ def init_distributed(
     Args:
         dist_backend: ``"nccl"``, ``"gloo"``, ...; by default NCCL when there is a GPU for each rank, else gloo.
         timeout: how long a collective waits for the other ranks.
+        group: ``rank``, ``world_size``, ``init_method`` or ``store`` for a script that was not started by a launcher;
+            handed to ``torch.distributed.init_process_group``.
     """
-    if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if torch.cuda.is_available() and "LOCAL_RANK" in os.environ:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    if dist.is_initialized() or (not group and int(os.environ.get("WORLD_SIZE", "1")) == 1):
         return
     if dist_backend is None:
-        dist_backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    dist.init_process_group(dist_backend, timeout=timeout)
+        one_each = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        dist_backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and one_each else "gloo"
+    dist.init_process_group(dist_backend, timeout=timeout, **group)
 
 
 def default_device() -> torch.device:
@@ -98,6 +102,13 @@ class Mesh:
             axis.close()
 
 
+def _backend() -> str | None:
+    """The backend of our groups. `init_process_group()` without a name gives one that is called "undefined" and is gloo
+    on a CPU; ours must know, because gloo is served by the direct exchange."""
+    undefined = dist.get_backend() == "undefined"
+    return "gloo" if undefined and not torch.cuda.is_available() else None
+
+
 def _axis(name: str, rows: list[tuple[int, ...]], rank: int, timeout: timedelta) -> Axis:
     """The axis of ``rows`` that holds ``rank``. Every rank makes every group, as torch demands."""
     mine: Axis | None = None
@@ -105,7 +116,7 @@ def _axis(name: str, rows: list[tuple[int, ...]], rank: int, timeout: timedelta)
         group = None
         if len(row) > 1:
             # A group of its own even for all ranks: its tags and its timeout are then nobody else's.
-            group = dist.new_group(list(row), timeout=timeout)
+            group = dist.new_group(list(row), timeout=timeout, backend=_backend())
         if rank in row:
             mine = Axis(name, row, row.index(rank), group, timeout)
     if mine is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from shardwise.errors import ConfigError, NotYetSupported, ShardingError
 from shardwise.optim.optimizers import ELEMENTWISE
+from shardwise.precision import LossScaler, NoScaler
 from shardwise.sharding import Piece, ShardedModel, Unit
 from shardwise.sharding.agreement import Agreement
 
@@ -43,6 +44,8 @@ class ShardedOptimizer(Optimizer):
         # Optimizer.__init__ is not called: groups, state and defaults are the inner optimizer's.
         self.optimizer = inner
         self.overflow = False
+        self.stepping = False
+        self.scaler: LossScaler = NoScaler()
         self._model = model
         self._known = type(inner) in ELEMENTWISE
         _check_class(inner, model, allow_untested)
@@ -70,6 +73,21 @@ class ShardedOptimizer(Optimizer):
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         """The inner optimizer's defaults."""
         return self.optimizer.defaults
+
+    @property
+    def loss_scale(self) -> float:
+        """What fp16 losses are multiplied with; 1 without fp16."""
+        return self.scaler.scale
+
+    cur_scale = loss_scale
+
+    def register_step_pre_hook(self, hook: Any) -> Any:
+        """As in torch; called for each group of shards that is stepped at once."""
+        return self.optimizer.register_step_pre_hook(hook)
+
+    def register_step_post_hook(self, hook: Any) -> Any:
+        """As in torch; called for each group of shards that is stepped at once."""
+        return self.optimizer.register_step_post_hook(hook)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the optimizer's state."""
@@ -102,15 +120,20 @@ class ShardedOptimizer(Optimizer):
 
         Args:
             closure: not supported.
-            agreement: which parameters were used; without it, those that this rank used.
+            agreement: which parameters were used.
             scale: a 0-d tensor that gradients are multiplied with (unscaling, clipping), or None.
             found_inf: a 0-d float tensor on the device, 1.0 where the step must change nothing. Only for optimizers
                 that take one (``supports_found_inf``).
         """
         if closure is not None:
             raise NotYetSupported("optimizer.step(closure) has no meaning for a sharded model.")
+        if agreement is None:
+            raise ShardingError("a sharded optimizer steps through `engine.step()`, which clips, unscales and decides.")
+        if any(u.pins for u in self._model.units):
+            raise ShardingError("engine.step() inside GatheredParameters would be undone at its end; step outside.")
         grads = {id(g.unit): g for g in self._model.grads}
         handles = []
+        self.stepping = True
         all_params = [group["params"] for group in self.param_groups]
         try:
             if found_inf is not None:
@@ -119,8 +142,7 @@ class ShardedOptimizer(Optimizer):
                 for unit in units:
                     grad = grads.get(id(unit))
                     if grad is not None and grad.total is not None:
-                        used = agreement.used if agreement is not None else None
-                        self._bind(unit, grad.total, scale, used)
+                        self._bind(unit, grad.total, scale, agreement.used)
                 self._restrict(units, all_params)
                 if any(p.grad is not None for group in self.param_groups for p in group["params"]):
                     self.optimizer.step()
@@ -131,6 +153,7 @@ class ShardedOptimizer(Optimizer):
                         unit.shard.copy_(unit.master)
                 handles += self._model.publish([u for u in units if id(u) in grads])
         finally:
+            self.stepping = False
             for group, params in zip(self.param_groups, all_params, strict=True):
                 group["params"] = params
             if found_inf is not None:
@@ -154,16 +177,14 @@ class ShardedOptimizer(Optimizer):
             u.master.numel() * u.master.element_size() for u in self._model.units if u.master is not None
         )
 
-    def _bind(
-        self, unit: Unit, total: torch.Tensor, scale: torch.Tensor | None, used: Mapping[int, bool] | None
-    ) -> None:
+    def _bind(self, unit: Unit, total: torch.Tensor, scale: torch.Tensor | None, used: Mapping[int, bool]) -> None:
         grad = total
         if unit.master is not None and total.dtype != unit.master.dtype:
             grad = total.to(unit.master.dtype)
         if scale is not None:
             grad.mul_(scale.to(grad.dtype))
         for piece, tensor in self._pieces[id(unit)]:
-            if used is None or used.get(id(piece.slot.param), False):
+            if used.get(id(piece.slot.param), False):
                 tensor.grad = piece.view(grad)
 
     def _restrict(self, units: list[Unit], all_params: list[list[nn.Parameter]]) -> None:
@@ -209,7 +230,7 @@ class ShardedOptimizer(Optimizer):
                     continue
                 mine.append(tensor)
                 if param in old_state:
-                    self.optimizer.state[tensor] = _cut_state(old_state[param], pieces[id(param)])
+                    self.optimizer.state[tensor] = _cut_state(old_state[param], pieces[id(param)], tensor.dtype)
             group["params"] = mine
         return trained
 
@@ -245,11 +266,6 @@ class ShardedOptimizer(Optimizer):
             shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
             warnings.warn(f"these parameters want gradients but no optimizer group holds them: {shown}", stacklevel=4)
 
-    def _all_pieces(self) -> Iterator[nn.Parameter]:
-        for pairs in self._pieces.values():
-            for _, tensor in pairs:
-                yield tensor
-
 
 def _check_closure(inner: Optimizer) -> None:
     closure = inspect.signature(type(inner).step).parameters.get("closure")
@@ -276,11 +292,13 @@ def _check_class(inner: Optimizer, model: ShardedModel, allow_untested: bool) ->
         )
 
 
-def _cut_state(state: Mapping[str, Any], piece: Piece) -> dict[str, Any]:
+def _cut_state(state: Mapping[str, Any], piece: Piece, dtype: torch.dtype) -> dict[str, Any]:
     cut: dict[str, Any] = {}
     for key, value in state.items():
         if isinstance(value, torch.Tensor) and value.shape == piece.slot.shape and value.dim() > 0:
             part = value.detach().reshape(-1)[piece.param_start : piece.param_start + piece.numel].clone()
+            if part.is_floating_point():
+                part = part.to(dtype)  # made over a low-precision model, it now stands beside an fp32 master
             cut[key] = part.view(piece.slot.shape) if piece.whole else part
         else:
             cut[key] = value.clone() if isinstance(value, torch.Tensor) else value

@@ -58,22 +58,43 @@ def take_over(params: list[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Para
     return ordinary
 
 
+# Where a module keeps the parameters of others that it reads.
+_EXTERNAL = "_shardwise_external"
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Say before ``initialize`` that a module's forward reads a parameter that another module owns.
+
+    Stage 3 then gathers it for both. Rarely needed: such reads are found in the first forward, and again after a step
+    that was not finite.
+    """
+    if not isinstance(parameter, nn.Parameter):
+        raise ShardingError(f"register_external_parameter expects a parameter, got {type(parameter).__name__}.")
+    module.__dict__.setdefault(_EXTERNAL, []).append(parameter)
+
+
+def external_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """What :func:`register_external_parameter` noted on a module."""
+    return list(module.__dict__.get(_EXTERNAL, []))
+
+
 @contextmanager
 def pinned(units: Iterable[Unit]) -> Iterator[None]:
     """Keep units whole while the block runs, whatever modules use and release them. All ranks must enter."""
     chosen = list(units)
     were_live = [u.live for u in chosen]
+    held: list[Unit] = []
     for unit in chosen:
         unit.start_gather()
     try:
         for unit in chosen:
             unit.finish_gather()
             unit.pins += 1
+            held.append(unit)
         yield
     finally:
-        for unit, was_live in zip(chosen, were_live, strict=True):
-            if unit.live:
-                unit.pins -= 1
+        for unit, was_live in zip(held, were_live, strict=False):
+            unit.pins -= 1
             if not was_live:
                 unit.release()
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shardwise import _torch
+from shardwise.messages import logger
 from shardwise.sharding.stray import StrayParameters
 from shardwise.sharding.trace import Trace
 from shardwise.sharding.unit import Unit
@@ -139,7 +140,7 @@ class Gatherer:
     def _before(self, scope: Scope) -> None:
         recomputing = _torch.in_backward_pass()
         if not self._running and not recomputing:
-            self._start_iteration()
+            self._start_iteration(scope)
         self._running.append(scope)
         if recomputing:
             self._retire_others(scope)
@@ -227,11 +228,16 @@ class Gatherer:
     def _is_running(self, unit: Unit) -> bool:
         return any(unit in s.units for s in self._running)
 
-    def _start_iteration(self) -> None:
+    def look_for_strays(self) -> None:
+        """In the next forward, look again for parameters that modules read which do not own them."""
+        self._stray_checked.clear()
+
+    def _start_iteration(self, scope: Scope) -> None:
         mode = self._training = torch.is_grad_enabled()
         self._traces[mode].start()
         if mode not in self._stray_checked:
-            self._stray_checked.add(mode)
+            if scope is self._scopes[0]:  # a part of the model, run by itself, shows only that part
+                self._stray_checked.add(mode)
             if not any(_torch.is_compiled(m) for m in self._scopes[0].module.modules()):
                 self._stray[mode] = StrayParameters(lambda p: self._of_param.get(id(p)), self._adopt_stray)
                 self._stray[mode].start()
@@ -244,6 +250,9 @@ class Gatherer:
         """A module reads a parameter that another module owns: from now on it belongs to both."""
         scope = self._running[-1] if self._running else self._scopes[0]
         if unit not in scope.units:
+            logger.info(
+                "%s is read by %s, which does not own it: gathered for both", unit.name, scope.name or "the model"
+            )
             scope.units.append(unit)
             self._scopes_of[id(unit)].append(scope)
             self._related.clear()

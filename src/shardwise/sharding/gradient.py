@@ -41,6 +41,7 @@ class UnitGradient:
     Attributes:
         total: the reduced gradient of the window so far, averaged over the ranks: the shard's slice, or the whole
             buffer at stage 0; None when nothing was reduced yet.
+        repeated: whether a parameter got several gradients in this backward (re-entrant checkpoints that share it).
         used: by slot, whether the parameter got a gradient on this rank in this window.
     """
 
@@ -58,12 +59,21 @@ class UnitGradient:
         self._written = [False] * len(unit.slots)
         self.total: torch.Tensor | None = None
         self.used = [False] * len(unit.slots)
-        self._fired = 0
+        self._fired: set[int] = set()
         self._expected = 0
+        self.repeated = False
+
+    def accumulate_wide(self) -> None:
+        """From now on windows have several micro-steps: low-precision gradients add up in fp32."""
+        if self.unit.dtype in LOW_PRECISION:
+            self._total_dtype = torch.float32
+            if not self.unit.policy.reduce_each_micro_step and self._raw is None:
+                self._raw_dtype = torch.float32
 
     def begin_backward(self) -> None:
         """Forget which gradients arrived in the last backward."""
-        self._fired = 0
+        self._fired.clear()
+        self.repeated = False
         self._expected = sum(s.param.requires_grad for s in self.unit.slots)
 
     @property
@@ -73,8 +83,8 @@ class UnitGradient:
 
     @property
     def complete(self) -> bool:
-        """Whether every parameter has got its gradient since the last reduction of this backward."""
-        return self._fired >= self._expected
+        """Whether every parameter has got its gradient in this backward."""
+        return len(self._fired) >= self._expected
 
     @property
     def pending(self) -> bool:
@@ -90,7 +100,8 @@ class UnitGradient:
         """Take ``param.grad``, which autograd has just completed."""
         i = self._index[id(param)]
         slot = self.unit.slots[i]
-        self._fired += 1
+        self.repeated = self.repeated or i in self._fired
+        self._fired.add(i)
         self.used[i] = True
         if self.options.contiguous:
             self._copy_in(i, slot)
@@ -108,7 +119,6 @@ class UnitGradient:
             if not self._written[i]:
                 raw[slot.offset : slot.end].zero_()
         self._written = [False] * len(unit.slots)
-        self._fired = 0
         dtype = self.options.wire_dtype or raw.dtype
         wire = raw if dtype == raw.dtype else self._pool.take(raw.numel(), dtype, raw.device).copy_(raw)
         self._wire = wire

@@ -35,6 +35,9 @@ FIRST_INDEX = 1 << 20
 class Init:
     """A context in which each module's parameters are sharded as soon as the module is part of another.
 
+    A module that is built and not yet part of another one is whole: ``[Layer() for _ in range(n)]`` before
+    ``ModuleList`` holds n whole layers; give the list a generator, or append one by one.
+
     The module's own code runs as always, on every rank, with torch's random numbers: the values are those that the
     model has without this, under the same seed. Code that initialises parameters later (``model.apply(...)``,
     ``nn.init.normal_(self.head.weight)``) finds them whole for the moment that it touches them. Rank 0's values count.
@@ -68,8 +71,10 @@ class Init:
     ) -> None:
         asked = {"data_parallel_group": data_parallel_group, "mpu": mpu, **others}
         wanted = [name for name, value in asked.items() if value]
-        if remote_device not in (None, "none", "cpu", "cuda"):
+        if remote_device not in (None, "none", default_device().type):
             wanted.append("remote_device")
+        if pin_memory:
+            wanted.append("pin_memory")
         if wanted:
             raise NotYetSupported(f"zero.Init({', '.join(wanted)}=...): has not landed yet.")
         self._enabled = enabled
@@ -135,7 +140,12 @@ class Init:
     def _shard(self, module: nn.Module) -> None:
         """Cut every parameter of the module that is not cut yet, each by itself: the engine groups them later."""
         mesh = self._mesh
-        if mesh is None or mesh.world.size == 1:
+        if mesh is None:
+            return
+        if mesh.world.size == 1:
+            for param in module.parameters(recurse=True):
+                if self._dtype is not None and param.is_floating_point():
+                    param.data = param.data.to(self._dtype)
             return
         for name, param in module.named_parameters():
             if unit_of(param) is not None or param.is_meta:

@@ -17,7 +17,7 @@ from shardwise.sharding.access import is_managed, mark, take_over, unmark
 from shardwise.sharding.gatherer import Gatherer, Scope
 from shardwise.sharding.gradient import LOW_PRECISION, GradientOptions, UnitGradient
 from shardwise.sharding.guards import Guards
-from shardwise.sharding.plan import plan_scopes, plan_units
+from shardwise.sharding.plan import ScopePlan, plan_scopes, plan_units
 from shardwise.sharding.policy import POLICIES
 from shardwise.sharding.reducer import Reducer, warn_discarded
 from shardwise.sharding.state import StateDictHooks
@@ -78,10 +78,7 @@ class ShardedModel:
         self.reducer = Reducer(self.grads, self.policy, mesh, overlap=overlap, by_scope=by_scope)
         self.on_unfreeze: Callable[[Unit], None] = lambda unit: None
         unit_of = {id(slot.param): u for u in self.units for slot in u.slots}
-        scopes = [
-            Scope(p.name, p.module, list({id(u): u for _, q in p.params if (u := unit_of[id(q)]).releases}.values()))
-            for p in plans
-        ]
+        scopes = [Scope(p.name, p.module, _units_of(p, unit_of)) for p in plans]
         self.gatherer = Gatherer(scopes, zero, self.reducer.begin, self.reducer.scope_over) if by_scope else None
         if self.gatherer is not None:
             self.reducer.on_begin, self.reducer.on_end = self.gatherer.backward_begins, self.gatherer.backward_ends
@@ -188,7 +185,7 @@ class ShardedModel:
         # graph, because re-entrant checkpoints run graphs of their own inside it.
         reducer = weakref.ref(self.reducer)
 
-        def begin(_grads: Any) -> None:
+        def begin(_grads: Any) -> None:  # also when the pass is known: it tells which graph is the outermost
             alive = reducer()
             if alive is not None:
                 alive.begin()
@@ -213,6 +210,12 @@ class ShardedModel:
             self.grads.append(grad)
             self.reducer.add(grad)
             self.on_unfreeze(unit)
+
+
+def _units_of(plan: ScopePlan, unit_of: dict[int, Unit]) -> list[Unit]:
+    """The units that a module needs gathered: of its own parameters and of those registered as external."""
+    params = [*(p for _, p in plan.params), *(p for p in plan.external if id(p) in unit_of)]
+    return list({id(u): u for p in params if (u := unit_of[id(p)]).releases}.values())
 
 
 def _check(model: nn.Module) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from shardwise.sharding.access import external_parameters
 from shardwise.sharding.policy import POLICIES, Policy
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class ScopePlan:
     name: str
     module: nn.Module
     params: list[tuple[str, nn.Parameter]] = field(default_factory=list)
+    external: list[nn.Parameter] = field(default_factory=list)
 
 
 def plan_scopes(model: nn.Module, zero: ZeroSection) -> list[ScopePlan]:
@@ -71,6 +73,14 @@ def plan_scopes(model: nn.Module, zero: ZeroSection) -> list[ScopePlan]:
             visit(child, f"{name}.{child_name}" if name else child_name, is_block)
 
     visit(model, "", False)
+    scope_of = {id(s.module): s for s in scopes}
+    for name, module in model.named_modules():
+        for param in external_parameters(module):
+            scope = scope_of.get(id(module)) or ScopePlan(name, module)
+            if id(module) not in scope_of:
+                scope_of[id(module)] = scope
+                scopes.append(scope)
+            scope.external.append(param)
     return scopes
 
 

@@ -60,6 +60,9 @@ class Reducer:
         self._unreduced = False
         self._ends_itself = False
         self._arrivals = 0
+        self._outer_graph = -1
+        self._nested: set[int] = set()
+        self._repeated: set[int] = set()
         self._hooks: list[Any] = []
         self.on_begin: Callable[[], None] = lambda: None
         self.on_end: Callable[[], None] = lambda: None
@@ -80,6 +83,8 @@ class Reducer:
         Args:
             ends_itself: called from inside the pass, which then calls :meth:`end` when it is over.
         """
+        if _torch.in_backward_pass() and self._outer_graph == -1:
+            self._outer_graph = _torch.graph_task_id()
         if self.active:
             return
         self.active = True
@@ -154,6 +159,7 @@ class Reducer:
     def _start_round(self) -> None:
         self._cursor = 0
         self._arrivals = 0
+        self._outer_graph = _torch.graph_task_id()
         self._ready.clear()
         self._issued.clear()
         self._seen.clear()
@@ -167,18 +173,19 @@ class Reducer:
         while grad.in_flight:
             self._finish_oldest()
         grad.collect(param)
-        if grad.complete:
+        # A re-entrant graph may bring a second gradient for a module that several checkpoints share. Until the first
+        # backward has shown for which units, what such graphs touch is not reduced before the end.
+        if not self._order_learned and _torch.graph_task_id() != self._outer_graph:
+            self._nested.add(index)
+        if grad.complete and index not in self._ready:
             self._seen.append(index)
+            self._ready.add(index)
             if self.reduces_now and not self._by_scope:
-                self._unit_complete(index)
+                self._issue_ready()
 
-    def _unit_complete(self, index: int) -> None:
-        if index in self._issued:
-            # A second time in one backward (re-entrant checkpoints around a shared module): one more round.
-            self._issue(index)
-            return
-        self._ready.add(index)
-        while self._cursor < len(self._order) and self._order[self._cursor] in self._ready:
+    def _issue_ready(self) -> None:
+        ready = self._ready - self._repeated - self._nested
+        while self._cursor < len(self._order) and self._order[self._cursor] in ready:
             self._cursor += 1
             self._issue(self._order[self._cursor - 1])
 
@@ -214,13 +221,18 @@ class Reducer:
         if not self.grads:
             return
         self._order_learned = True
-        seen = list(dict.fromkeys(self._seen))
-        order = seen + [i for i in self._order if i not in set(seen)]
+        # Those that complete more than once come last, and are reduced at the end. Marked by a negative number.
+        repeated = [i for i, g in enumerate(self.grads) if g.repeated]
+        seen = [i for i in self._seen if i not in repeated]
+        order = seen + [i for i in self._order if i not in {*seen, *repeated}] + [-1 - i for i in repeated]
         device = self.grads[0].unit.device
         agreed = torch.tensor(order, dtype=torch.int64, device=device)
         self._mesh.world.broadcast(agreed, 0, "order of reductions")
         if not _torch.is_fake(agreed):
-            self._order = agreed.tolist()
+            order = agreed.tolist()
+        self._nested.clear()
+        self._order = [i if i >= 0 else -1 - i for i in order]
+        self._repeated = {-1 - i for i in order if i < 0}
 
 
 def warn_discarded() -> None:

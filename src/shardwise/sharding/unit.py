@@ -136,6 +136,8 @@ class Unit:
                 slot.param.data = view
             if self.releases:
                 self.shard = self.axis.slice_of(self.flat).clone()
+                if self.mesh.secondary is not None:
+                    self.secondary = torch.empty_like(self.mesh.secondary.slice_of(self.flat))
             else:
                 self.shard = self.axis.slice_of(self.flat) if self.policy.shard_optimizer else self.flat
 
@@ -279,11 +281,9 @@ class Unit:
         # hpZ: after a gather over all ranks each rank keeps 1/k of the whole, so that the gathers that follow, until
         # the next step, stay inside its group of k ranks.
         axis = self.mesh.secondary
-        if axis is None or self._secondary_fresh:
+        if axis is None or self.secondary is None or self._secondary_fresh:
             return
         mine = axis.slice_of(self.flat)
-        if self.secondary is None:
-            self.secondary = torch.empty_like(mine)
         self.secondary.copy_(mine)
         self._secondary_fresh = True
 
