@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class EngineState(LaterMethods, nn.Module):
-    """The part of :class:`~shardwise.Engine` that is asked, not run.
+    """The part of :class:`~shardwise.Engine` beside the loop: counters, how the last step went, sizes, memory.
 
     Attributes:
         module: the user's model.
