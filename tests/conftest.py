@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 # Before anything imports torch: one thread, the CPU only, and no look-ups on the network.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -36,6 +37,22 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     os.chdir(folder)
     yield folder
     os.chdir(before)
+
+
+@pytest.fixture
+def upstream() -> Callable[[str], ModuleType]:
+    """Imports a module of DeepSpeed, or skips the test; the variables that its import sets are taken away again."""
+
+    def load(name: str) -> ModuleType:
+        before = dict(os.environ)
+        try:
+            return pytest.importorskip(name, exc_type=ImportError)
+        finally:
+            for added in os.environ.keys() - before.keys():
+                del os.environ[added]
+            os.environ.update(before)
+
+    return load
 
 
 @pytest.fixture(autouse=True)

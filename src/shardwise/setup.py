@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import random
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
@@ -21,7 +22,7 @@ from shardwise.data import build_loader
 from shardwise.dist import Mesh, init_distributed
 from shardwise.dist.mesh import default_device
 from shardwise.engine import Engine
-from shardwise.errors import ConfigError
+from shardwise.errors import CommError, ConfigError
 from shardwise.ingredients import check_arguments, make_optimizer, make_scheduler
 from shardwise.messages import logger, show_messages
 from shardwise.notes import notes
@@ -127,8 +128,10 @@ def initialize(
             )
         engine = Engine(model, settings, mesh, sharded, wrapped, schedule, loader, scaler)
     except Exception:
-        if sharded is not None:
-            sharded.close()
+        # The error that is raised is the one that happened here, not the absence of ranks that did not fail.
+        with contextlib.suppress(CommError):
+            if sharded is not None:
+                sharded.close()
         mesh.close()
         raise
     return engine, wrapped, loader, schedule

@@ -184,8 +184,8 @@ CASES = [
 
 @pytest.mark.parametrize(("ours", "params"), CASES, ids=lambda value: getattr(value, "__name__", None))
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_same_rates_as_deepspeed_over_2000_steps(ours, params):
-    theirs = pytest.importorskip("deepspeed.runtime.lr_schedules", exc_type=ImportError)
+def test_same_rates_as_deepspeed_over_2000_steps(ours, params, upstream):
+    theirs = upstream("deepspeed.runtime.lr_schedules")
     mine, other = adamw(1e-3, 7e-4), adamw(1e-3, 7e-4)
     my_scheduler = ours(mine, **copy.deepcopy(params))
     other_scheduler = getattr(theirs, ours.__name__)(other, **copy.deepcopy(params))

@@ -87,8 +87,8 @@ def test_follows_the_rule_on_any_sequence(section, overflows):
 @pytest.mark.parametrize("consecutive", [False, True])
 @pytest.mark.parametrize("hysteresis", [1, 2, 3])
 @pytest.mark.parametrize("rate", [0.02, 0.2, 0.6])
-def test_same_scales_as_deepspeed(consecutive, hysteresis, rate):
-    theirs = pytest.importorskip("deepspeed.runtime.fp16.loss_scaler", exc_type=ImportError)
+def test_same_scales_as_deepspeed(consecutive, hysteresis, rate, upstream):
+    theirs = upstream("deepspeed.runtime.fp16.loss_scaler")
     theirs.dist = types.SimpleNamespace(get_rank=lambda: 1)  # It asks for a rank only to print.
     section = Fp16(True, 0, 12, 7, hysteresis, consecutive, 2)
     generator = random.Random(3)
