@@ -53,6 +53,8 @@ class Handle:
         started = time.perf_counter()
         axis = self._axis
         works, self._works = self._works, []
+        if axis.failed and works:
+            raise CommError(f"`{self._what}`: an earlier collective on axis `{axis.name}` failed, see its error.")
         for work, peer in works:
             try:
                 # Only the direct exchange takes a deadline here; native collectives have the group's own.
