@@ -2,6 +2,8 @@
 # make demo   train a small GPT on 2 processes with ZeRO-3 (under 4 minutes)
 # make test   the whole test suite, on the CPU
 # make bench  training beside DeepSpeed, FSDP2 and DDP (9 minutes; ARGS=--quick for a trial)
+# make fuzz   10,000 edits of configurations, each refused by its path or trained (about 10 minutes)
+# make bench-optimizers  an optimizer step alone, beside torch's fused AdamW (20 seconds)
 # make check  linter, type check, tests
 #
 # Each creates .venv from requirements.lock when it is missing or the lock is newer.
@@ -14,7 +16,7 @@ BENCH_READY := $(VENV)/.bench-ready
 PIP := $(BIN)/pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test bench lint check clean
+.PHONY: help venv demo test bench bench-optimizers fuzz lint check clean
 
 help:
 	@sed -n 's/^# make /make /p' Makefile
@@ -48,6 +50,12 @@ $(BENCH_READY): $(READY) requirements-bench.lock
 
 bench: $(BENCH_READY)
 	@$(BIN)/python benchmarks/train.py $(ARGS)
+
+fuzz: $(READY)
+	@CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest tests/test_fuzz.py --fuzz 10000 --timeout 3600
+
+bench-optimizers: $(READY)
+	@$(BIN)/python benchmarks/optimizers.py $(ARGS)
 
 lint: $(READY)
 	@$(BIN)/ruff check

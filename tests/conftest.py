@@ -22,6 +22,10 @@ from tests.ranks import RankPools
 from tests.ranks.leaks import Snapshot, new_files
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fuzz", type=int, default=500, help="edits of configurations that tests/test_fuzz.py tries")
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPools]:
     """``ranks(2).run(fn, *args)`` calls ``fn`` on two ranks and returns what each returned."""

@@ -23,6 +23,7 @@ PUBLIC = [
     "ShardwiseError",
     "__version__",
     "add_config_arguments",
+    "checkpointing",
     "init_distributed",
     "initialize",
     "zero",

@@ -128,3 +128,38 @@ def test_graph_task_id() -> None:
     x.register_hook(nested)
     (x * 2).sum().backward()
     assert len(set(seen)) == 2 and -1 not in seen and _torch.graph_task_id() == -1
+
+
+def test_inside_checkpoint() -> None:
+    seen = []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        seen.append(_torch.inside_checkpoint())
+        return x.sin()
+
+    x = torch.ones(2, requires_grad=True)
+    torch.utils.checkpoint.checkpoint(look, x, use_reentrant=False)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        look(x)
+    assert seen == [True, False] and not _torch.inside_checkpoint()
+
+
+def test_outside_compiled_code() -> None:
+    compiling: list[bool] = []
+
+    @_torch.outside_compiled_code
+    def look(x: torch.Tensor) -> torch.Tensor:
+        compiling.append(torch.compiler.is_compiling())
+        return x + 1
+
+    found = torch.compile(lambda x: look(x * 2), backend="eager")(torch.ones(2))
+    assert found.tolist() == [3.0, 3.0] and compiling == [False]
+
+
+def test_fused_adam_subtracts_the_plain_direction_after_infinitely_many_steps() -> None:
+    """`_torch.fused_adam_`: no bias correction, and the counts stay."""
+    grad, out = torch.tensor([3.0, -0.5]), torch.zeros(2)
+    first, second, count = torch.zeros(2), torch.zeros(2), torch.tensor(torch.inf)
+    _torch.fused_adam_([out], [grad], [first], [second], [count], beta1=0.5, beta2=0.75, eps=0.1)
+    torch.testing.assert_close(out, -(0.5 * grad) / ((0.25 * grad**2).sqrt() + 0.1))
+    assert torch.isinf(count) and torch.equal(grad, torch.tensor([3.0, -0.5]))

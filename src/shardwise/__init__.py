@@ -4,7 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardwise import zero
+    from shardwise import checkpointing, zero
     from shardwise.config import Config
     from shardwise.dist import init_distributed
     from shardwise.engine import Engine
@@ -37,6 +37,7 @@ __all__ = [
     "ShardwiseError",
     "__version__",
     "add_config_arguments",
+    "checkpointing",
     "init_distributed",
     "initialize",
     "zero",
@@ -44,8 +45,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "zero":
-        return importlib.import_module(".zero", __name__)
+    if name in ("checkpointing", "zero"):
+        return importlib.import_module(f".{name}", __name__)
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

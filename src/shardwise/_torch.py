@@ -76,3 +76,37 @@ def graph_task_id() -> int:
 def in_backward_pass() -> bool:
     """Whether this thread is executing autograd nodes now."""
     return graph_task_id() != -1
+
+
+def inside_checkpoint() -> bool:
+    """Whether the forward of a non-reentrant ``torch.utils.checkpoint`` runs around this call."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if hooks is None:
+        return False
+    pack: Any = hooks[0]
+    return getattr(pack, "__module__", "") == "torch.utils.checkpoint" and "_checkpoint_hook" in getattr(
+        pack, "__qualname__", ""
+    )
+
+
+# For functions of ours that a user's compiled code may call. (The decorator imports the compiler when first called.)
+outside_compiled_code: Callable[..., Any] = torch._disable_dynamo  # type: ignore[attr-defined]
+
+
+def fused_adam_(
+    params: list[torch.Tensor],
+    grads: list[torch.Tensor],
+    exp_avgs: list[torch.Tensor],
+    exp_avg_sqs: list[torch.Tensor],
+    steps: list[torch.Tensor],
+    *,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    found_inf: torch.Tensor | None = None,
+) -> None:
+    """Torch's fused Adam kernel alone, with a rate of 1 and without decay: the counts in ``steps`` stay as given."""
+    kernel: Callable[..., None] = torch._fused_adam_
+    settings = {"lr": 1.0, "beta1": beta1, "beta2": beta2, "weight_decay": 0.0, "eps": eps}
+    rest = {"amsgrad": False, "maximize": False, "grad_scale": None, "found_inf": found_inf}
+    kernel(params, grads, exp_avgs, exp_avg_sqs, [], steps, **settings, **rest)

@@ -12,7 +12,6 @@ from shardwise import _torch
 from shardwise.data.batches import call, cast, loss_of, repeat, to_device
 from shardwise.engine_state import EngineState
 from shardwise.errors import CommError, ConfigError, ShardingError
-from shardwise.messages import logger
 from shardwise.optim import supports_found_inf
 from shardwise.optim.sharded import ShardedOptimizer
 from shardwise.outcome import StepOutcome, clip_factor
@@ -40,7 +39,9 @@ class Engine(EngineState):
         """Run the model; under ``torch_autocast`` if the configuration says so."""
         if self.config.fp16.enabled and self.config.fp16.auto_cast:
             args, kwargs = cast(args, torch.float16), cast(kwargs, torch.float16)
-        with self._meter.part("forward"), autocast_context(self.config, self.device.type):
+        # A forward without gradients is no part of a step.
+        part = "forward" if torch.is_grad_enabled() else "evaluation"
+        with self._journal.part(part), autocast_context(self.config, self.device.type):
             return self.module(*args, **kwargs)
 
     def backward(
@@ -78,8 +79,8 @@ class Engine(EngineState):
         self._tokens += float(tokens or 0)
         self._losses.append(loss.detach())
         reducer = self._sharded.reducer
-        reducer.boundary = self.is_gradient_accumulation_boundary()
-        with self._meter.part("backward"):
+        reducer.boundary = self._ends_window()
+        with self._journal.part("backward"):
             reducer.begin(ends_itself=False)
             try:
                 self._scaled(loss, weight).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
@@ -99,7 +100,7 @@ class Engine(EngineState):
         """The loss as :meth:`backward` would differentiate it, for a script that calls ``.backward()`` itself."""
         if self.config.gradient_normalization == "tokens":
             raise ConfigError('gradient_normalization: "tokens" needs engine.backward(loss, tokens=n).')
-        self._sharded.reducer.boundary = self.is_gradient_accumulation_boundary()
+        self._sharded.reducer.boundary = self._ends_window()
         self._losses.append(loss.detach())
         return self._scaled(loss, 1.0 / self._gas)
 
@@ -119,7 +120,7 @@ class Engine(EngineState):
             raise ConfigError(
                 "optimizer: absent, and none was given to shardwise.initialize; there is nothing to step."
             )
-        with self._meter.part("step"):
+        with self._journal.part("step"):
             self.settle()
             self._sharded.reducer.finish()
             self._outcome = self._take_step(self.optimizer)
@@ -129,12 +130,11 @@ class Engine(EngineState):
             self._window_start = self.micro_steps
             self.global_steps += 1
             self.global_samples += self.train_batch_size()
+            self._journal.took_step(self, self._outcome, self._tokens * self.mesh.world.size)
             if not self._outcome.deferred:
                 self.settle()
-        self._meter.count(self.train_batch_size(), self._tokens * self.mesh.world.size)
-        self._tokens = 0.0
-        self._log()
-        self._losses.clear()
+        self._forget()
+        self._journal.end_step(self)
 
     def train_batch(
         self, data_iter: Iterator[Any] | None = None, *, tokens: Callable[[Any], float] | None = None
@@ -153,6 +153,8 @@ class Engine(EngineState):
             ConfigError: there is no loader, or ``tokens`` is needed and not given.
             StopIteration: ``data_iter`` ended.
         """
+        if not self._managed:
+            raise ConfigError("managed_gradient_accumulation: false leaves windows to the script, so use step().")
         iterator = data_iter if data_iter is not None else self._endless()
         losses = []
         for _ in range(self._gas):
@@ -196,7 +198,11 @@ class Engine(EngineState):
         """Whether the present micro-batch is the last of its window."""
         if self._boundary is not None:
             return self._boundary
-        return self.micro_steps + 1 - self._window_start >= self._gas
+        return not self._managed or self.micro_steps + 1 - self._window_start >= self._gas
+
+    def _ends_window(self) -> bool:
+        """Whether this backward is known to be the window's last; the script may decide that later, with ``step``."""
+        return self.is_gradient_accumulation_boundary() and (self._managed or self._boundary is not None)
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Let the script decide where windows end, from now on."""
@@ -225,8 +231,8 @@ class Engine(EngineState):
         return loss if factor == 1.0 else loss * factor
 
     def _take_step(self, optimizer: ShardedOptimizer) -> StepOutcome:
-        agreement = agree(self._sharded, self._tokens)
-        inverse = torch.full_like(agreement.squares, 1.0 / self._scaler.scale)
+        agreement = agree(self._sharded, self._tokens, self._losses)
+        inverse = torch.full_like(agreement.squares, self._sharded.averaging.after / self._scaler.scale)
         if self.config.gradient_normalization == "tokens":
             # Collected as sums over tokens, averaged over the ranks: this makes it the mean over all tokens.
             inverse = inverse * self.mesh.world.size / agreement.tokens.clamp(min=1)
@@ -234,7 +240,7 @@ class Engine(EngineState):
         factor = clip_factor(norm, self.config.gradient_clipping)
         scale = inverse * factor
         self._gradient_bytes = sum(g.nbytes for g in self._sharded.grads)
-        outcome = StepOutcome(norm, norm * factor, torch.isfinite(agreement.squares))
+        outcome = StepOutcome(norm, norm * factor, torch.isfinite(agreement.squares), loss=agreement.loss)
         checks = self.config.bf16.check_grad_overflow or not self.config.bf16.enabled
         if not checks:
             outcome.finite = torch.ones_like(outcome.finite)
@@ -242,7 +248,7 @@ class Engine(EngineState):
         if defer:
             outcome.deferred = True
             outcome.start_copy()
-            found_inf = (~outcome.finite).float().reshape(1) if checks else None
+            found_inf = (~outcome.finite).float() if checks else None
             optimizer.step(agreement=agreement, scale=scale, found_inf=found_inf)
         elif outcome.applied:
             # Worth a look where it costs nothing; on a GPU it would wait for the device.
@@ -260,25 +266,6 @@ class Engine(EngineState):
             return False
         # Not SGD: whether it can skip depends on momenta that only this rank may have, and all ranks must choose alike.
         return supports_found_inf(optimizer.optimizer) and not isinstance(optimizer.optimizer, torch.optim.SGD)
-
-    def _log(self) -> None:
-        every = self.config.steps_per_print
-        if every is None or self.global_steps % every:
-            return
-        self.settle()
-        mean = torch.stack([loss.float() for loss in self._losses]).mean().reshape(1) if self._losses else None
-        if mean is not None:
-            self.mesh.world.sum_small(mean, "mean loss")
-        if self.global_rank or self._outcome is None or _torch.is_fake(self._outcome.norm):
-            return
-        values = {"loss": f"{float(mean) / self.world_size:.4f}"} if mean is not None else {}
-        values["norm"] = f"{float(self._outcome.norm):.3f}"
-        values["lr"] = ", ".join(f"{lr:.3g}" for lr in dict.fromkeys(self.get_lr()))
-        if self.config.fp16.enabled:
-            values["loss scale"] = f"{self._scaler.scale:g}"
-        if self._skipped:
-            values["skipped"] = str(self._skipped)
-        logger.info(self._meter.line(self.global_steps, values))
 
     def _endless(self) -> Iterator[Any]:
         if self.training_dataloader is None:

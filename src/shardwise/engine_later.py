@@ -10,7 +10,6 @@ from shardwise.errors import NotYetSupported
 class LaterMethods:
     """Raises :class:`NotYetSupported` for what is planned."""
 
-    monitor = None
     timers = None
     flops_profiler = None
     loaded_checkpoint_dp_world_size = None
@@ -36,10 +35,6 @@ class LaterMethods:
     def reload_states(self, *_args: Any, **_kwargs: Any) -> NoReturn:
         """Has not landed."""
         _later("reload_states", "states stay on the device")
-
-    def compile(self, *_args: Any, **_kwargs: Any) -> NoReturn:
-        """Has not landed."""
-        _later("compile", "wrap the model's blocks in torch.compile before shardwise.initialize")
 
     def coalesce_grad_reduction(self) -> NoReturn:
         """Has not landed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -12,10 +13,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from shardwise.dist import Mesh
+from shardwise.engine_blocks import BlockMethods
 from shardwise.engine_later import LaterMethods
 from shardwise.errors import ConfigError
+from shardwise.journal import Journal
 from shardwise.messages import logger
-from shardwise.meter import Meter
+from shardwise.monitor.comms import summary_of
 from shardwise.optim.foreign import refuse_foreign_steps
 from shardwise.optim.sharded import ShardedOptimizer
 from shardwise.outcome import StepOutcome
@@ -27,7 +30,7 @@ if TYPE_CHECKING:
     from shardwise.config import Config
 
 
-class EngineState(LaterMethods, nn.Module):
+class EngineState(BlockMethods, LaterMethods, nn.Module):
     """The part of :class:`~shardwise.Engine` beside the loop: counters, how the last step went, sizes, memory.
 
     Attributes:
@@ -37,6 +40,7 @@ class EngineState(LaterMethods, nn.Module):
         global_steps: boundaries passed, skipped ones included.
         global_samples: samples seen over all ranks.
         micro_steps: micro-batches seen on this rank.
+        monitor: takes values of the script's own for the trackers: ``write_events([(name, value, samples)])``.
     """
 
     def __init__(
@@ -49,6 +53,7 @@ class EngineState(LaterMethods, nn.Module):
         lr_scheduler: LRScheduler | None,
         dataloader: DataLoader[Any] | None,
         scaler: LossScaler,
+        undo: contextlib.ExitStack,
     ) -> None:
         super().__init__()
         self.module = model
@@ -63,6 +68,7 @@ class EngineState(LaterMethods, nn.Module):
         self._sharded = sharded
         self._scaler = scaler
         self._gas = config.gradient_accumulation_steps
+        self._managed = config.managed_gradient_accumulation
         self._micro_batch = config.train_micro_batch_size_per_gpu
         self._skipped = 0
         self._window_start = 0
@@ -73,11 +79,21 @@ class EngineState(LaterMethods, nn.Module):
         self._losses: list[torch.Tensor] = []
         self._outcome: StepOutcome | None = None
         self._unsettled = False
-        total = config.scheduler.params.get("total_num_steps") if config.scheduler is not None else None
-        self._meter = Meter(sharded.device, config.wall_clock_breakdown, total)
+        self._journal = Journal(config, mesh, sharded, optimizer)
+        self.monitor = self._journal.recorder
         if optimizer is not None:
             optimizer.scaler = scaler
+        self._undo = undo  # puts back what was changed in the user's model
         self._foreign = refuse_foreign_steps(self, optimizer, sharded.managed)
+        self._prepare_blocks()
+
+    def _begin(self) -> None:
+        """The end of ``initialize``: begin to record. All ranks must call this."""
+        try:
+            self._journal.start(self)
+        except Exception:
+            self.destroy()
+            raise
 
     def settle(self) -> None:
         """Learn how the last step went, if that was left open so as not to wait for the device."""
@@ -107,6 +123,7 @@ class EngineState(LaterMethods, nn.Module):
                     self._skipped,
                 )
         self._scaler.update(not applied)
+        self._journal.settled(self)
 
     @property
     def skipped_steps(self) -> int:
@@ -176,9 +193,17 @@ class EngineState(LaterMethods, nn.Module):
             self.mesh.shard.size,
             sharded.policy.stage,
             param_bytes=widest.itemsize,
-            mixed=widest in LOW_PRECISION,
+            mixed=widest in LOW_PRECISION and sharded.masters,
         )
         return {**counted, "total": sum(counted.values()), "formula": formula}
+
+    def log_comm_summary(self) -> dict[str, dict[str, dict[str, float]]]:
+        """What communication has cost this rank so far (``comms_logger``), printed on rank 0.
+
+        Returns:
+            By axis and collective: ``calls``, ``bytes_sent``, ``seconds_in_flight`` and ``seconds_waiting``.
+        """
+        return summary_of(self._journal.comms)
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         """The model's whole state, copied. All ranks must call this."""
@@ -290,7 +315,9 @@ class EngineState(LaterMethods, nn.Module):
         if self._sharded.closed:
             return
         self.settle()
+        self._journal.close()
         self._foreign.remove()
+        self._undo.close()
         if self.optimizer is not None:
             self.optimizer.close()
         self._sharded.close()

@@ -6,13 +6,17 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from shardwise.dist import Mesh
 from shardwise.errors import ConfigError, NotYetSupported, ShardingError
 from shardwise.optim import build_optimizer, build_scheduler
 from shardwise.optim.sharded import ShardedOptimizer
+from shardwise.precision import model_dtype, torch_dtype
+from shardwise.sharding.gradient import Averaging
 
 if TYPE_CHECKING:
     from shardwise.config import Config
@@ -45,6 +49,31 @@ def check_arguments(model: Any, optimizer: Any, lr_scheduler: Any, mpu: Any, mes
         raise NotYetSupported("mpu / mesh_param: model-parallel axes have not landed yet.")
 
 
+def gradient_arguments(config: Config, mesh: Mesh) -> dict[str, Any]:
+    """What the configuration says of the dtypes and the division of gradients, for a :class:`ShardedModel`."""
+    low = model_dtype(config)
+    wire = torch_dtype(config.communication_data_type) if config.communication_data_type else None
+    masters = not config.bf16.bf16_master_weights_and_grads
+    accumulate = config.data_types.grad_accum_dtype
+    # Without fp32 masters nothing would read what fp32 sums keep.
+    narrow = torch.float32 if masters or low is None else low
+    buffers = config.data_types.buffer_dtype
+    return {
+        "wire_dtype": wire,
+        "sum_dtype": torch_dtype(accumulate) if accumulate else narrow,
+        "averaging": Averaging.of(
+            mesh.world.size,
+            wire or low or torch.float32,
+            prescale=config.prescale_gradients,
+            predivide=config.gradient_predivide_factor,
+            mean=config.gradient_allreduce_op == "mean",
+        ),
+        "masters": masters,
+        "buffer_dtype": torch_dtype(buffers) if buffers else None,
+        "by_rows": config.sparse_gradients,
+    }
+
+
 def make_optimizer(
     given: Optimizer | Callable[[list[Any]], Optimizer] | None,
     config: Config,
@@ -68,7 +97,7 @@ def make_optimizer(
         if not isinstance(made, Optimizer):
             raise ConfigError(f"optimizer: the callable returned {type(made).__name__}, not a torch.optim.Optimizer.")
         return made
-    return build_optimizer(config.optimizer, params) if config.optimizer is not None else None
+    return build_optimizer(config.optimizer, params, model) if config.optimizer is not None else None
 
 
 def make_scheduler(

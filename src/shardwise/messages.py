@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
 
 logger = logging.getLogger("shardwise")
+
+LEVELS = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+    "critical": logging.CRITICAL,
+}
 
 
 def show_messages() -> None:
@@ -17,3 +26,24 @@ def show_messages() -> None:
         logger.propagate = False
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.INFO)
+
+
+def set_level(name: str | None) -> Callable[[], None]:
+    """Say only what is at least so important (``log_level``).
+
+    Args:
+        name: ``debug``, ``info``, ``warning``, ``error`` or ``critical``; None changes nothing.
+
+    Returns:
+        Puts the level back that was there, unless somebody has set another since.
+    """
+    if name is None:
+        return lambda: None
+    before, level = logger.level, LEVELS[name]
+    logger.setLevel(level)
+
+    def restore() -> None:
+        if logger.level == level:
+            logger.setLevel(before)
+
+    return restore

@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections import defaultdict
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from shardwise.config import Config
+    from shardwise.config.explain import Row
 
 
 def notes(config: Config) -> list[str]:
-    """Sentences about keys that were filled in or that have no effect here."""
+    """Sentences about keys that were filled in, and about written keys that have no effect in this run."""
+    from shardwise.config.explain import explain  # with pydantic: not at import time
+
+    rows = explain(config)
     found = [f'{path} is "auto": {value!r}' for path, value in config.filled.items()]
-    inert = ", ".join(path for path, _ in _leaves(config.no_effect))
-    if inert:
-        found.append(f"no effect (the capability has not landed, and the value asks for nothing): {inert}")
-    zero = config.zero_optimization
-    if config.bf16.immediate_grad_update:
-        found.append("no effect: bf16.immediate_grad_update (windows of several micro-steps always add up in fp32)")
-    if not zero.ignore_unused_parameters:
-        found.append("no effect: zero_optimization.ignore_unused_parameters (unused parameters are never stepped)")
-    if zero.stage3_gather_16bit_weights_on_model_save:
-        found.append(
-            "no effect: zero_optimization.stage3_gather_16bit_weights_on_model_save (state_dict() is always whole)"
-        )
-    return found
+    by_reason: dict[str, list[str]] = defaultdict(list)
+    off = {row.key.rpartition(".")[0] for row in rows if _is_switched_off(row)}
+    for row in rows:
+        if row.state == "no effect" and row.origin == "file" and row.key.rpartition(".")[0] not in off:
+            by_reason[row.line].append(row.key)
+    return found + [f"no effect here: {', '.join(keys)} ({reason})" for reason, keys in by_reason.items()]
 
 
-def _leaves(value: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    for key, item in value.items():
-        here = f"{path}.{key}" if path else key
-        if isinstance(item, Mapping) and item:
-            yield from _leaves(item, here)
-        else:
-            yield here, item
+def _is_switched_off(row: Row) -> bool:
+    """Whether the row is the switch of a section, and written as off: what else the section holds surprises nobody."""
+    return row.origin == "file" and row.value is False and row.key.endswith((".enabled", ".enable"))

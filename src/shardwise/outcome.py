@@ -22,12 +22,14 @@ class StepOutcome:
         finite: whether the gradient was finite (0-d, bool).
         bad_units: names of the units whose gradients were not finite, where that was looked up.
         deferred: whether the step was decided on the device, without waiting for it.
+        loss: mean over the window and all ranks (0-d), or None if no loss went through the engine.
     """
 
     norm: torch.Tensor
     clipped_norm: torch.Tensor
     finite: torch.Tensor
     deferred: bool = False
+    loss: torch.Tensor | None = None
     bad_units: list[str] = field(default_factory=list)
     _applied: bool | None = None
     _on_host: torch.Tensor | None = None

@@ -22,12 +22,14 @@ from shardwise.data import build_loader
 from shardwise.dist import Mesh, init_distributed
 from shardwise.dist.mesh import default_device
 from shardwise.engine import Engine
+from shardwise.engine_blocks import check_blocks
 from shardwise.errors import CommError, ConfigError
-from shardwise.ingredients import check_arguments, make_optimizer, make_scheduler
-from shardwise.messages import logger, show_messages
+from shardwise.ingredients import check_arguments, gradient_arguments, make_optimizer, make_scheduler
+from shardwise.messages import logger, set_level, show_messages
+from shardwise.monitor import check_packages
 from shardwise.notes import notes
 from shardwise.optim.sharded import ShardedOptimizer
-from shardwise.precision import build_scaler, model_dtype, torch_dtype
+from shardwise.precision import build_scaler, model_dtype
 from shardwise.sharding import ShardedModel
 
 if TYPE_CHECKING:
@@ -83,28 +85,36 @@ def initialize(
         init_distributed()
     device = _device_of(model)
     settings = _load(source, model)
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        for note in notes(settings):
-            logger.info(note)
-    scaler = build_scaler(settings.fp16)  # here, because it may refuse: nothing has been changed yet
-    _seed(settings)
+    check_packages(settings)  # these two here, because they may refuse: nothing has been changed yet
+    scaler = build_scaler(settings.fp16)
     zero = settings.zero_optimization
+    check_blocks(model, settings)
+    _seed(settings)
     mesh = Mesh.build(
         shard_size=max(zero.mics_shard_size, 0),
         secondary_size=zero.zero_hpz_partition_size,
         timeout=timedelta(seconds=settings.communication_timeout),
     )
     sharded = None
+    undo = contextlib.ExitStack()  # what `destroy` takes back, or an error here
     try:
-        wire = settings.communication_data_type
+        undo.callback(set_level(settings.log_level))
+        if mesh.world.position == 0:
+            for note in notes(settings):
+                logger.info(note)
+        if settings.flashattention.enable:
+            from shardwise.attention import switch_attention  # imports torch.fx
+
+            switched = switch_attention(model, settings.flashattention, main=mesh.world.position == 0)
+            undo.callback(switched.undo)
         sharded = ShardedModel(
             model,
             zero,
             mesh,
             device=device,
             low_dtype=model_dtype(settings),
-            accumulates=settings.gradient_accumulation_steps > 1,
-            wire_dtype=None if wire is None else torch_dtype(wire),
+            accumulates=settings.gradient_accumulation_steps > 1 or not settings.managed_gradient_accumulation,
+            **gradient_arguments(settings, mesh),
         )
         inner = make_optimizer(optimizer, settings, model, model_parameters)
         wrapped = None
@@ -126,8 +136,10 @@ def initialize(
                 seed=settings.seed or 0,
                 collate_fn=collate_fn,
             )
-        engine = Engine(model, settings, mesh, sharded, wrapped, schedule, loader, scaler)
+        engine = Engine(model, settings, mesh, sharded, wrapped, schedule, loader, scaler, undo)
+        engine._begin()
     except Exception:
+        undo.close()
         # The error that is raised is the one that happened here, not the absence of ranks that did not fail.
         with contextlib.suppress(CommError):
             if sharded is not None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from shardwise.cli.failures import RankEnd, describe, read_end, root_failure, shell_code
 
 OWN = RankEnd(1, 1, "exception", 20.0, "Traceback\nValueError: own\n")
-LATER = RankEnd(0, 1, "exception", 21.0, "Traceback\nValueError: later\n")
+TABLE = RankEnd(0, 1, "exception", 21.0, "Traceback\nValueError: later\n")
 LOST = RankEnd(2, 1, "exception", 10.0, "Traceback\nRuntimeError: closed\n", consequence=True)
 KILLED = RankEnd(3, -signal.SIGKILL, "killed")
 ENDED_BY_US = RankEnd(4, -signal.SIGTERM, "killed")
@@ -17,7 +17,7 @@ DONE = RankEnd(5, 0, "done", 5.0)
 
 
 def test_an_own_error_comes_before_its_consequences() -> None:
-    everything = [LATER, LOST, DONE, ENDED_BY_US, KILLED, OWN]
+    everything = [TABLE, LOST, DONE, ENDED_BY_US, KILLED, OWN]
     assert root_failure(everything) == OWN
     assert root_failure([LOST, ENDED_BY_US, KILLED]) == KILLED
     assert root_failure([LOST, ENDED_BY_US, DONE]) == LOST

@@ -69,10 +69,6 @@ def message(**keys):
         ),
         ({"bfloat16": {"hysteresis": 2}}, "bfloat16.hysteresis: unknown key; loss scaling is for fp16 only"),
         ({"fp16": {"check_grad_overflow": True}}, '"check_grad_overflow" belongs in bf16'),
-        (
-            {"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}},
-            'optimizer.params.max_grad_norm: unknown key; clipping is not the optimizer\'s: write "gradient_clipping"',
-        ),
         ({"aio": {"thread_count": 1}}, 'aio.thread_count: unknown key; write "intra_op_parallelism"'),
         (
             {"zero_optimization": {"grad_hooks": True}},

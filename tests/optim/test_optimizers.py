@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardwise.errors import ConfigError, NotYetSupported
+from shardwise.errors import ConfigError
 from shardwise.optim import ELEMENTWISE, build_optimizer, supports_found_inf, supports_grad_scale
 
 
@@ -115,9 +115,16 @@ def test_the_users_section_is_left_as_it_was():
         (Section("Optimizer"), ConfigError, r"optimizer\.type: no optimizer is called 'Optimizer'"),
         (Section("lr_scheduler"), ConfigError, r"optimizer\.type: no optimizer"),
         (Section("rmsprop"), ConfigError, r"did you mean 'RMSprop'\?"),
-        (Section("Lamb"), NotYetSupported, r"optimizer\.type: Lamb is not available in shardwise yet"),
-        (Section("OneBitAdam"), NotYetSupported, r"optimizer\.type: OneBitAdam"),
-        (Section("Muon"), NotYetSupported, r"optimizer\.type: Muon"),
+        (Section("OneBitAdam"), ConfigError, r"optimizer\.type: OneBitAdam is refused: .*error feedback.*write Adam"),
+        (Section("onebitlamb"), ConfigError, r"optimizer\.type: onebitlamb is refused: .*write Lamb"),
+        (Section("ZeroOneAdam"), ConfigError, r"optimizer\.type: ZeroOneAdam is refused"),
+        (Section("MuAdamW"), ConfigError, r"optimizer\.type: MuAdamW is refused: .*mup.*write AdamW"),
+        (Section("Lion", {"eps": 1e-8}), ConfigError, r"optimizer\.params\.eps: Lion has no parameter 'eps'"),
+        (Section("Lamb", {"max_coef": 1}), ConfigError, r"did you mean 'max_coeff'\?"),
+        (Section("Lamb", {"max_coeff": 0.1, "min_coeff": 1}), ConfigError, r"max_coeff 0.1 is below min_coeff 1"),
+        (Section("Muon", {"ns_method": "qr"}), ConfigError, r"ns_method must be one of gram, standard, got 'qr'"),
+        (Section("Lion", {"betas": [0.9, 1.0]}), ConfigError, r"betas must be two numbers from 0 up to but not 1"),
+        (Section("Lamb", {"eps": -1}), ConfigError, r"eps must not be negative, got -1"),
         (
             Section("AdamW", {"weigth_decay": 0.1, "beta": 3}),
             ConfigError,
@@ -132,16 +139,10 @@ def test_the_users_section_is_left_as_it_was():
             ConfigError,
             r"optimizer\.params\.adam_w_mode: SGD has no parameter",
         ),
-        (Section("AdamW", {"max_grad_norm": 1}), ConfigError, r"max_grad_norm: .* gradient_clipping"),
         (
-            Section("AdamW", {"bias_correction": False}),
-            NotYetSupported,
-            r"optimizer\.params\.bias_correction: ",
-        ),
-        (
-            Section("AdamW", {"fp32_optimizer_states": False}),
-            NotYetSupported,
-            r"params\.fp32_optimizer_states: ",
+            Section("AdamW", {"bias_correction": False, "amsgrad": True}),
+            ConfigError,
+            r"optimizer\.params\.amsgrad: UncorrectedAdam has no parameter",
         ),
         (
             Section("Adam", {"adam_w_mode": "no"}),
@@ -205,6 +206,16 @@ def test_adamw_says_that_adam_w_mode_false_has_no_effect():
     ):
         optimizer = build_optimizer(Section("AdamW", {"adam_w_mode": False}), [parameter()])
     assert type(optimizer) is torch.optim.AdamW
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Lion", "Adagrad"])
+def test_the_dtype_of_states_is_said_to_be_that_of_the_weights(name):
+    with pytest.warns(UserWarning, match=r"optimizer\.params\.fp32_optimizer_states: false has no effect"):
+        build_optimizer(Section(name, {"fp32_optimizer_states": False}), [parameter()])
+
+
+def test_the_clipping_norm_is_left_to_the_engine():
+    assert type(build_optimizer(Section("Lamb", {"max_grad_norm": 1.0}), [parameter()])).__name__ == "Lamb"
 
 
 # -- fused or not --

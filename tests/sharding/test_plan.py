@@ -98,6 +98,21 @@ def test_leaf_modules(leaf: dict[str, Any]) -> None:
     assert scopes["0"] == [f"0.{n}" for n in all_names(Block())]
 
 
+def test_fine_grained_modules_are_leaves() -> None:
+    model = nn.Sequential(Block(), nn.Linear(WIDTH, 2))
+    numel = sum(p.numel() for p in model[0].parameters())
+    parts = len([m for m in model[0].modules() if any(True for _ in m.parameters())])
+    just_below, just_enough = numel // parts - 1, numel // parts
+    assert list(scopes_of(model, stage3_module_granularity_threshold=just_below)) == [
+        "",
+        "0.norm",
+        "0.up",
+        "0.down",
+        "1",
+    ]
+    assert list(scopes_of(model, stage3_module_granularity_threshold=just_enough)) == ["", "0", "1"]
+
+
 def test_the_whole_model_as_a_leaf() -> None:
     assert scopes_of(Stack(), leaf_module={"classes": ["Stack"]}) == {"": all_names(Stack())}
 

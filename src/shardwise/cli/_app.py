@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from shardwise import __version__
-from shardwise.cli import demo, launch
+from shardwise.cli import demo, explain, launch
 
 app = typer.Typer(
     name="shardwise",
@@ -39,3 +39,4 @@ def _options(
 # Options stop at the script: what follows belongs to it, even where it looks like one of ours.
 app.command("launch", context_settings={"allow_interspersed_args": False})(launch.command)
 app.command("demo")(demo.command)
+app.command("explain")(explain.command)

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 from shardwise.config.fields import Section, expected
 from shardwise.config.keys import Group, Key
-from shardwise.config.later import LATER, describe
 from shardwise.config.loading import plain
 from shardwise.config.problems import Path, Problems, format_path, show
 from shardwise.config.sections import BATCH_KEYS, SCHEDULER_PARAMS, SECTIONS, TopLevel, ZeroSection
+from shardwise.config.table import TABLE, describe
 from shardwise.errors import ConfigError
 
 # The keys whose default is right for every model, if not the fastest.
@@ -100,8 +100,8 @@ def _present_name(path: object) -> str:
     return "bf16." + path.removeprefix("bfloat16.") if path.startswith("bfloat16.") else path
 
 
-def _later_key(path: Path) -> Key | Group | None:
-    spec: Key | Group | None = LATER
+def _table_key(path: Path) -> Key | Group | None:
+    spec: Key | Group | None = TABLE
     for part in path:
         spec = spec.keys.get(str(part)) if isinstance(spec, Group) else None
     return spec
@@ -109,7 +109,7 @@ def _later_key(path: Path) -> Key | Group | None:
 
 def _own_value(path: Path) -> bool:
     """Whether "auto" is a value of this key in its own right."""
-    spec = _later_key(path)
+    spec = _table_key(path)
     return isinstance(spec, Key) and "auto" in spec.inert
 
 
@@ -123,7 +123,7 @@ def _expected(path: Path) -> str:
         for params in SCHEDULER_PARAMS.values():
             if path[2] in params.model_fields:
                 return expected(params, str(path[2]))
-    spec = _later_key(path)
+    spec = _table_key(path)
     if isinstance(spec, Key):
         return show(spec.inert[0]) if spec.inert else describe(spec)
     return "a value"

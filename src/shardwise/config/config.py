@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pydantic import ConfigDict, Field
@@ -14,22 +14,33 @@ from shardwise.config.batch import Batch, resolve
 from shardwise.config.constructors import check_optimizer, check_scheduler
 from shardwise.config.cross import check_across, check_world_size
 from shardwise.config.fields import Count, Integer, refused
-from shardwise.config.later import LATER, Stripper
 from shardwise.config.loading import plain, read
 from shardwise.config.names import unknown_key
-from shardwise.config.problems import Problems, mismatch
+from shardwise.config.optimizers import clipping
+from shardwise.config.problems import Path, Problems, format_path, mismatch
 from shardwise.config.sections import (
     BATCH_KEYS,
     SECTIONS,
+    ActivationCheckpointingSection,
     BF16Section,
+    CometSection,
+    CommsLoggerSection,
+    CompileSection,
+    CSVMonitorSection,
+    DataTypesSection,
+    FlashAttentionSection,
     FP16Section,
     OptimizerSection,
     SchedulerSection,
+    TensorBoardSection,
+    TimersSection,
     TopLevel,
     TorchAutocastSection,
+    WandbSection,
     ZeroSection,
 )
 from shardwise.config.spellings import modernise
+from shardwise.config.table import TABLE, Stripper
 from shardwise.config.validate import validate
 from shardwise.errors import ConfigError
 
@@ -50,11 +61,23 @@ class Config(TopLevel):
     fp16: FP16Section = Field(default_factory=FP16Section)
     bf16: BF16Section = Field(default_factory=BF16Section)
     torch_autocast: TorchAutocastSection = Field(default_factory=TorchAutocastSection)
+    data_types: DataTypesSection = Field(default_factory=DataTypesSection)
     zero_optimization: ZeroSection = Field(default_factory=ZeroSection)
+    activation_checkpointing: ActivationCheckpointingSection = Field(default_factory=ActivationCheckpointingSection)
+    flashattention: FlashAttentionSection = Field(default_factory=FlashAttentionSection)
+    compile: CompileSection = Field(default_factory=CompileSection)
+    tensorboard: TensorBoardSection = Field(default_factory=TensorBoardSection)
+    csv_monitor: CSVMonitorSection = Field(default_factory=CSVMonitorSection)
+    wandb: WandbSection = Field(default_factory=WandbSection)
+    comet: CometSection = Field(default_factory=CometSection)
+    comms_logger: CommsLoggerSection = Field(default_factory=CommsLoggerSection)
+    timers: TimersSection = Field(default_factory=TimersSection)
     filled: dict[str, Any] = Field(default_factory=dict)
     """What each "auto" became, by JSON path."""
     no_effect: dict[str, Any] = Field(default_factory=dict)
-    """Keys, as written, whose capability has not landed and whose value asks for nothing."""
+    """Keys, as written, that are not honoured and whose value asks for nothing, or has no effect."""
+    written: frozenset[str] = Field(default_factory=frozenset, repr=False)
+    """The JSON paths of the values that the source holds."""
 
     @classmethod
     def load(
@@ -92,9 +115,17 @@ class Config(TopLevel):
             warnings.warn(message, UserWarning, stacklevel=2)
         return cls(**values)
 
+    def __eq__(self, other: object) -> bool:
+        """Whether both mean the same; which values were written out does not count."""
+        if not isinstance(other, Config):
+            return NotImplemented
+        return self.model_dump(exclude={"written"}) == other.model_dump(exclude={"written"})
+
+    __hash__ = None  # type: ignore[assignment]
+
     def as_dict(self) -> dict[str, Any]:
         """Return plain JSON values that `Config.load` accepts and reads as this configuration."""
-        values = self.model_dump(exclude={"filled", "no_effect"})
+        values = self.model_dump(exclude={"filled", "no_effect", "written"})
         return _merge(values, self.no_effect)
 
 
@@ -102,9 +133,10 @@ def _build(
     raw: dict[str, object], world_size: int, auto: Mapping[str, object] | None, problems: Problems
 ) -> dict[str, Any]:
     """Run the passes over a plain config; report into `problems`, and return what `Config` takes."""
+    written_paths = frozenset(format_path(path) for path in _leaves(raw))
     fill = Auto(auto, problems)
     filled = fill.fill(raw)
-    rest, no_effect = Stripper(problems, unknown_key).strip(filled if isinstance(filled, dict) else {}, LATER)
+    rest, no_effect = Stripper(problems, unknown_key).strip(filled if isinstance(filled, dict) else {}, TABLE)
     written = {name: rest.pop(name) for name in BATCH_KEYS if rest.get(name) is not None}
     values: dict[str, Any] = {}
     for name, model in SECTIONS.items():
@@ -115,21 +147,28 @@ def _build(
     scalars = {key: item for key, item in rest.items() if key not in BATCH_KEYS}
     top = validate(TopLevel, scalars, (), problems) or TopLevel()
     values.update({name: getattr(top, name) for name in TopLevel.model_fields})
-    _check_constructors(values, no_effect, problems)
+    _check_constructors(values, scalars.get("gradient_clipping"), problems)
     batch = _resolve_batch(written, world_size, problems)
     check_across(values, world_size, problems)
     fill.report()
     if batch is not None:
         values.update(zip(BATCH_KEYS, (batch.train, batch.micro, batch.gas), strict=True))
         fill.filled.update({name: values[name] for name in fill.batch})
-    return {**values, "filled": fill.filled, "no_effect": no_effect}
+    return {**values, "filled": fill.filled, "no_effect": no_effect, "written": written_paths}
 
 
-def _check_constructors(values: dict[str, Any], no_effect: dict[str, object], problems: Problems) -> None:
+def _leaves(value: object, path: Path = ()) -> Iterator[Path]:
+    if isinstance(value, dict) and value:
+        for key, item in value.items():
+            yield from _leaves(item, (*path, str(key)))
+    elif value is not None:
+        yield path
+
+
+def _check_constructors(values: dict[str, Any], clip_norm: object, problems: Problems) -> None:
     if "optimizer" in values:
-        values["optimizer"], inert = check_optimizer(values["optimizer"], problems)
-        if inert:
-            no_effect["optimizer"] = _merge({"params": inert}, no_effect.get("optimizer", {}))
+        section = values["optimizer"] = check_optimizer(values["optimizer"], problems)
+        values["gradient_clipping"] = clipping(section.params, clip_norm, values["gradient_clipping"], problems)
     if "scheduler" in values:
         values["scheduler"] = check_scheduler(values["scheduler"], problems)
 

@@ -10,17 +10,14 @@ from typing import Any
 from pydantic_core import PydanticCustomError
 
 from shardwise.config.fields import Flag, Integer, Number, Section, Text, refuse
-from shardwise.config.later import Stripper
-from shardwise.config.later_training import LATER_ADAM_PARAMS, LATER_OPTIMIZERS
 from shardwise.config.names import close_name, unknown_key
+from shardwise.config.optimizers import OURS, REFUSED, check_uncorrected, extra_checks, refusal
 from shardwise.config.problems import Path, Problems, mismatch, show
 from shardwise.config.sections import SCHEDULER_PARAMS, OptimizerSection, SchedulerSection
 from shardwise.config.validate import validate
 
 # Names that upstream takes in any case.
-ANY_CASE = {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD", "adagrad": "Adagrad"}
-
-_ADAM_SWITCHES = {"torch_adam": Flag(), "adam_w_mode": Flag("true makes Adam decay weights as AdamW does")}
+ANY_CASE = {name.lower(): name for name in ("Adam", "AdamW", "SGD", "Adagrad", *OURS)}
 
 _UNFIT_OPTIMIZERS = {
     "LBFGS": "it evaluates the loss several times a step, which an engine step cannot do",
@@ -47,36 +44,30 @@ _NON_NEGATIVE = (
 )
 
 
-def check_optimizer(section: OptimizerSection, problems: Problems) -> tuple[OptimizerSection, dict[str, object]]:
-    """Check the optimizer's name and arguments.
-
-    Returns:
-        The section with its type in torch's spelling, and the arguments that ask for nothing.
-    """
+def check_optimizer(section: OptimizerSection, problems: Problems) -> OptimizerSection:
+    """Check the optimizer's name and arguments; return the section with its type in the class's spelling."""
     name = ANY_CASE.get(section.type.lower(), section.type)
     path: Path = ("optimizer", "type")
-    if name.lower() in {later.lower() for later in LATER_OPTIMIZERS}:
-        problems.add(
-            path,
-            f"{show(name)} has not landed in shardwise yet; write Adam, AdamW, SGD or a torch.optim class",
-            "later",
-        )
-        return section, {}
-    classes = _torch_optimizers()
-    if name not in classes or name in _UNFIT_OPTIMIZERS:
-        problems.add(path, _no_such(name, classes, LATER_OPTIMIZERS, _UNFIT_OPTIMIZERS, "a torch.optim class"))
-        return section, {}
-    params: dict[str, object] = section.params
-    inert: dict[str, object] = {}
     here: Path = ("optimizer", "params")
-    checks = _checks(classes[name], skip=("params",))
+    reason = refusal(name)
+    if reason is not None:
+        problems.add(path, f"{show(name)} {reason}", "refused")
+        return section
+    if name in OURS:
+        checks = dict(OURS[name])
+    else:
+        classes = _torch_optimizers()
+        if name not in classes or name in _UNFIT_OPTIMIZERS:
+            others = (*OURS, *REFUSED)
+            problems.add(path, _no_such(name, classes, others, _UNFIT_OPTIMIZERS, "a torch.optim class"))
+            return section
+        checks = _checks(classes[name], skip=("params",))
+    checks.update(extra_checks(name))
     if name in ("Adam", "AdamW"):
-        params, inert = Stripper(problems, unknown_key).strip(params, LATER_ADAM_PARAMS, here)
-        checks.update(_ADAM_SWITCHES)
         checks.pop("decoupled_weight_decay", None)  # adam_w_mode says it
-    known = [*checks, *(LATER_ADAM_PARAMS.keys if name in ("Adam", "AdamW") else ())]
-    checked = _check_params(params, checks, known, here, problems)
-    return section.model_copy(update={"type": name, "params": checked}), inert
+        check_uncorrected(section.params, problems)
+    checked = _check_params(section.params, checks, list(checks), here, problems)
+    return section.model_copy(update={"type": name, "params": checked})
 
 
 def check_scheduler(section: SchedulerSection, problems: Problems) -> SchedulerSection:

@@ -7,7 +7,7 @@ from typing import Any
 
 from shardwise.config.fields import Integer, refused
 from shardwise.config.problems import Path, Problems
-from shardwise.config.sections import BF16Section, FP16Section, TorchAutocastSection, ZeroSection
+from shardwise.config.sections import BF16Section, DataTypesSection, FP16Section, ZeroSection
 from shardwise.errors import ConfigError
 
 
@@ -25,17 +25,55 @@ def check_across(sections: Mapping[str, Any], world_size: int, problems: Problem
     paths = (("fp16", "enabled"), ("bf16", "enabled"))
     if fp16.enabled and bf16.enabled and not problems.touches(*paths):
         problems.add(paths[0], "true, but bf16.enabled is true as well; enable one of the two")
-    autocast: TorchAutocastSection = sections.get("torch_autocast") or TorchAutocastSection()
-    if autocast.lower_precision_safe_modules:
-        problems.add(
-            ("torch_autocast", "lower_precision_safe_modules"),
-            "has not landed yet: gradients of all modules are reduced in communication_data_type; remove the key",
-            "later",
-        )
+    _check_dtypes(sections, fp16, bf16, problems)
+    _check_reduction(sections, problems)
     zero = sections.get("zero_optimization")
     if isinstance(zero, ZeroSection):
         _check_mics(zero, world_size, problems)
         _check_hpz(zero, world_size, problems)
+
+
+def _check_dtypes(sections: Mapping[str, Any], fp16: FP16Section, bf16: BF16Section, problems: Problems) -> None:
+    types: DataTypesSection = sections.get("data_types") or DataTypesSection()
+    dtype = "fp16" if fp16.enabled else "bf16" if bf16.enabled else "fp32"
+    if types.param_dtype not in (None, dtype):
+        problems.add(
+            ("data_types", "param_dtype"),
+            f'"{types.param_dtype}", but fp16.enabled and bf16.enabled make the parameters {dtype}; '
+            f"write {_switch(types.param_dtype)} or remove the key",
+        )
+    if types.grad_accum_dtype not in (None, "fp32", dtype):
+        problems.add(
+            ("data_types", "grad_accum_dtype"),
+            f'"{types.grad_accum_dtype}" is narrower than the gradients, which are {dtype}; write "fp32"'
+            + (f' or "{dtype}"' if dtype != "fp32" else ""),
+        )
+    if bf16.bf16_optimizer_states != bf16.bf16_master_weights_and_grads:
+        problems.add(
+            ("bf16", "bf16_master_weights_and_grads"),
+            "and bf16.bf16_optimizer_states go together: an optimizer's state has the dtype of the weights that it "
+            "steps; write both as true, or neither",
+        )
+
+
+def _switch(dtype: str | None) -> str:
+    return '"fp32", or leave both out,' if dtype == "fp32" else f'"{dtype}": {{"enabled": true}}'
+
+
+def _check_reduction(sections: Mapping[str, Any], problems: Problems) -> None:
+    if sections.get("gradient_allreduce_op") == "sum":
+        if sections.get("prescale_gradients"):
+            problems.add(("prescale_gradients",), 'true, but gradient_allreduce_op is "sum": nothing is divided')
+        if sections.get("gradient_normalization") == "tokens":
+            problems.add(
+                ("gradient_normalization",),
+                '"tokens" is a mean over the tokens of all ranks, but gradient_allreduce_op is "sum"; keep one',
+            )
+    vocabulary = sections.get("vocabulary_size")
+    if vocabulary is not None and vocabulary % 8:
+        problems.warnings.append(
+            f"vocabulary_size: {vocabulary} is no multiple of 8; GPUs multiply faster with {-(-vocabulary // 8) * 8}"
+        )
 
 
 def _zero(name: str) -> Path:

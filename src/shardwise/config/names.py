@@ -9,7 +9,6 @@ from functools import lru_cache
 from pydantic import BaseModel
 
 from shardwise.config.keys import Group
-from shardwise.config.later import LATER
 from shardwise.config.problems import Path, format_path
 from shardwise.config.sections import (
     BATCH_KEYS,
@@ -18,6 +17,7 @@ from shardwise.config.sections import (
     SECTIONS,
     TopLevel,
 )
+from shardwise.config.table import TABLE
 
 # Spellings that appear in documentation or configs, but that no code ever read.
 RENAMED = {
@@ -26,9 +26,6 @@ RENAMED = {
     "elasticity.prefer_large_batch": 'write "prefer_larger_batch"',
     "activation_checkpointing.partitioned_activations": 'write "partition_activations"',
     "optimizer.params.decoupled_weight_decay": 'write "adam_w_mode": true',
-    "optimizer.params.max_grad_norm": (
-        'clipping is not the optimizer\'s: write "gradient_clipping" at the top level instead'
-    ),
 }
 
 _FP16_ONLY = (
@@ -48,7 +45,7 @@ def known_keys() -> Mapping[Path, tuple[str, ...]]:
     found: dict[Path, set[str]] = {(): {*TopLevel.model_fields, *BATCH_KEYS, *SECTIONS}}
     for name, model in SECTIONS.items():
         _add_model(found, (name,), model)
-    _add_group(found, (), LATER)
+    _add_group(found, (), TABLE)
     found[("optimizer", "params")] = set(COMMON_OPTIMIZER_PARAMS)
     found[("scheduler", "params")] = {name for model in SCHEDULER_PARAMS.values() for name in model.model_fields}
     return {path: tuple(sorted(keys)) for path, keys in found.items()}
@@ -85,7 +82,7 @@ def unknown_key(path: Path, known: Iterable[str] | None = None) -> str:
     if key in known_keys().get(section, ()):
         return f"unknown key for this type, which takes {', '.join(sorted(names))}"
     elsewhere = [other for other, keys in known_keys().items() if key in keys and other != section]
-    if elsewhere:
+    if elsewhere and not difflib.get_close_matches(key, names, n=1, cutoff=0.9):
         return f"unknown key here; {_belongs(elsewhere, key)}"
     close = difflib.get_close_matches(key, names, n=1) or [
         name for name in names if name.lower().replace("_", "") == key.lower().replace("_", "").replace("-", "")

@@ -10,7 +10,7 @@ from typing import Literal
 from shardwise.errors import ConfigError, NotYetSupported
 
 Path = tuple[str | int, ...]
-Kind = Literal["bad", "unknown", "later"]
+Kind = Literal["bad", "unknown", "refused", "later"]
 
 
 def format_path(path: Path) -> str:

@@ -12,16 +12,16 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from shardwise import _torch
-from shardwise.errors import CommError
 from shardwise.dist.exchange import Exchange
 from shardwise.dist.pool import BufferPool
 from shardwise.dist.stuck import explain_failure
+from shardwise.errors import CommError
 
 
 @dataclass
@@ -33,12 +33,39 @@ class Traffic:
     seconds_waiting: float = 0.0
 
 
+class Observer(Protocol):
+    """Told of the collectives of an axis, for those who want to know more than :class:`Traffic` says."""
+
+    def issued(self, axis: Axis, op: str, key: str, sent: int) -> Any:
+        """A collective is about to start, which sends so many bytes; what is returned comes back in the other calls."""
+
+    def waiting(self, note: Any) -> None:
+        """Its result is wanted now."""
+
+    def done(self, note: Any) -> None:
+        """Its result may be read on the current stream."""
+
+
+@dataclass
+class Call:
+    """One collective: what it does, of what, the bytes that this rank sends, and the observer's note on it."""
+
+    op: str
+    key: str = ""
+    sent: int = 0
+    observer: Observer | None = None
+    note: Any = None
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.key}"
+
+
 class Handle:
     """A collective in flight. ``wait()`` returns when the result may be read on the current stream."""
 
-    def __init__(self, axis: Axis, what: str, works: Sequence[tuple[Any, int]], finish: Any = None) -> None:
+    def __init__(self, axis: Axis, call: Call, works: Sequence[tuple[Any, int]], finish: Any = None) -> None:
         self._axis = axis
-        self._what = what
+        self._call = call
         self._works = list(works)
         self._finish = finish
 
@@ -51,10 +78,12 @@ class Handle:
         if not self._works and self._finish is None:
             return
         started = time.perf_counter()
-        axis = self._axis
+        axis, call = self._axis, self._call
+        if call.observer is not None:
+            call.observer.waiting(call.note)
         works, self._works = self._works, []
         if axis.failed and works:
-            raise CommError(f"`{self._what}`: an earlier collective on axis `{axis.name}` failed, see its error.")
+            raise CommError(f"`{call}`: an earlier collective on axis `{axis.name}` failed, see its error.")
         for work, peer in works:
             try:
                 # Only the direct exchange takes a deadline here; native collectives have the group's own.
@@ -63,11 +92,13 @@ class Handle:
                 else:
                     work.wait()
             except RuntimeError as error:
-                raise explain_failure(axis, self._what, peer, error) from error
+                raise explain_failure(axis, str(call), peer, error) from error
         if self._finish is not None:
             finish, self._finish = self._finish, None
             finish()
-        axis.traffic[self._what.split(" ", 1)[0]].seconds_waiting += time.perf_counter() - started
+        axis.traffic[call.op].seconds_waiting += time.perf_counter() - started
+        if call.observer is not None:
+            call.observer.done(call.note)
 
 
 @dataclass
@@ -83,6 +114,7 @@ class Axis:
 
     Attributes:
         failed: a collective did not complete; the group is of no use any more.
+        observer: told of every collective, if there is one.
     """
 
     name: str
@@ -93,6 +125,7 @@ class Axis:
     traffic: dict[str, Traffic] = field(default_factory=lambda: defaultdict(Traffic))
     pool: BufferPool = field(default_factory=BufferPool)
     failed: bool = False
+    observer: Observer | None = None
     _exchange: Exchange | None = None
 
     def __post_init__(self) -> None:
@@ -120,15 +153,9 @@ class Axis:
                 every rank for the same buffer, so that two ranks that gather different things never mix them up.
         """
         if self.group is None:
-            return Handle(self, "all_gather", ())  # the shard is the whole
-        what = self._count("all_gather", key, (self.size - 1) * shard.numel() * shard.element_size())
-        if self._exchange is not None:
-            own = self.slice_of(flat)
-            if own.data_ptr() != shard.data_ptr():
-                own.copy_(shard)
-            return Handle(self, what, self._post(what, lambda x: x.all_gather(flat, tag)))
-        work = _torch.all_gather_single(flat, shard, group=self.group, async_op=True)
-        return Handle(self, what, [(work, -1)])
+            return Handle(self, Call("all_gather"), ())  # the shard is the whole
+        call = self._observe(self._count("all_gather", key, self._others * _bytes(shard)))
+        return self._gather(flat, shard, tag, call)
 
     def reduce_scatter(self, flat: torch.Tensor, key: str, tag: int) -> Handle:
         """Sum ``flat`` over the ranks; after ``wait()`` this rank's slice of ``flat`` holds its part of the sum.
@@ -136,32 +163,66 @@ class Axis:
         The rest of ``flat`` is undefined afterwards.
         """
         if self.group is None:
-            return Handle(self, "reduce_scatter", ())
-        own = self.slice_of(flat)
-        what = self._count("reduce_scatter", key, (self.size - 1) * own.numel() * flat.element_size())
-        if self._exchange is not None:
-            inbox = self.pool.take(own.numel() * (self.size - 1), flat.dtype, flat.device)
-            works = self._post(what, lambda x: x.scatter(flat, inbox, tag))
-            return Handle(self, what, works, lambda: self._sum_inbox(own, inbox))
-        work = _torch.reduce_scatter_single(own, flat, group=self.group, async_op=True)
-        return Handle(self, what, [(work, -1)])
+            return Handle(self, Call("reduce_scatter"), ())
+        sent = self._others * _bytes(self.slice_of(flat))
+        return self._scatter(flat, tag, self._observe(self._count("reduce_scatter", key, sent)))
 
     def all_reduce(self, flat: torch.Tensor, key: str, tag: int) -> Handle:
         """Sum ``flat`` over the ranks in place; its length must be a multiple of the axis size."""
         if self.group is None:
-            return Handle(self, "all_reduce", ())
+            return Handle(self, Call("all_reduce"), ())
+        sent = 2 * self._others * _bytes(flat) // self.size
         if self._exchange is None:
-            self._count("all_reduce", key, 2 * (self.size - 1) * flat.numel() * flat.element_size() // self.size)
+            call = self._observe(self._count("all_reduce", key, sent))
             work = dist.all_reduce(flat, group=self.group, async_op=True)
-            return Handle(self, f"all_reduce {key}", [(work, -1)])
-        scattered = self.reduce_scatter(flat, key, tag)
+            return Handle(self, call, [(work, -1)])
+        # Counted as the two that it is made of, observed as one.
+        call = self._observe(Call("all_reduce", key, sent))
+        own = self.slice_of(flat)
+        scattered = self._scatter(flat, tag, self._count("reduce_scatter", key, self._others * _bytes(own)))
 
         def gather() -> None:
             # Every rank holds the bits of the rank that summed, so replicated results are equal to the last bit.
             scattered.wait()
-            self.all_gather(flat, self.slice_of(flat), key, tag).wait()
+            self._gather(flat, own, tag, self._count("all_gather", key, self._others * _bytes(own))).wait()
 
-        return Handle(self, f"all_reduce {key}", (), gather)
+        return Handle(self, call, (), gather)
+
+    def all_to_all(
+        self,
+        outbox: torch.Tensor,
+        sent: Sequence[int],
+        inbox: torch.Tensor,
+        received: Sequence[int],
+        key: str,
+        tag: int,
+    ) -> Handle:
+        """Send consecutive parts of ``outbox`` to the ranks of the axis in turn; ``inbox`` receives theirs likewise.
+
+        All ranks must call this, also those that neither send nor receive anything.
+
+        Args:
+            outbox: flat, what is sent, in the order of the ranks; not written before ``wait()``.
+            sent: elements for each rank; what a rank sends to itself is copied.
+            inbox: flat, of the same dtype, written in place.
+            received: elements from each rank.
+            key: what is exchanged, for errors.
+            tag: as in :meth:`all_gather`.
+        """
+        if self.group is None:
+            inbox.copy_(outbox)
+            return Handle(self, Call("all_to_all"), ())
+        away = (sum(sent) - sent[self.position]) * outbox.element_size()
+        call = self._observe(self._count("all_to_all", key, away))
+        if self._exchange is not None:
+            works = self._post(call, lambda x: x.all_to_all(outbox, sent, inbox, received, tag))
+            return Handle(self, call, works)
+        work = dist.all_to_all_single(inbox, outbox, list(received), list(sent), group=self.group, async_op=True)
+        return Handle(self, call, [(work, -1)])
+
+    def nothing(self) -> Handle:
+        """The handle of a collective that is over."""
+        return Handle(self, Call("nothing"), ())
 
     def sum_small(self, values: torch.Tensor, key: str) -> None:
         """Sum a small tensor (norms, flags, counts) over the ranks in place, now."""
@@ -175,16 +236,17 @@ class Axis:
         """Copy a contiguous ``tensor`` from the rank at ``position`` of the axis to all, in place, now."""
         if self.group is None or tensor.numel() == 0:
             return
-        sent = tensor.numel() * tensor.element_size() if position == self.position else 0
-        what = self._count("broadcast", key, sent)
+        sent = _bytes(tensor) if position == self.position else 0
+        call = self._observe(self._count("broadcast", key, sent))
         raw = tensor.reshape(-1).view(torch.uint8) if self._exchange is not None else tensor
         work = dist.broadcast(raw, self.ranks[position], group=self.group, async_op=True)
-        Handle(self, what, [(work, -1)]).wait()
+        Handle(self, call, [(work, -1)]).wait()
 
     def barrier(self, key: str) -> None:
         """Return when every rank has called this."""
         if self.group is not None:
-            Handle(self, self._count("barrier", key, 0), [(dist.barrier(self.group, async_op=True), -1)]).wait()
+            call = self._observe(self._count("barrier", key, 0))
+            Handle(self, call, [(dist.barrier(self.group, async_op=True), -1)]).wait()
 
     def close(self) -> None:
         """Free the process group of this axis, if it has one of its own."""
@@ -193,19 +255,41 @@ class Axis:
         self.group = None
         self.pool = BufferPool()
 
-    def _post(self, what: str, start: Callable[[Exchange], list[tuple[Any, int]]]) -> list[tuple[Any, int]]:
+    @property
+    def _others(self) -> int:
+        return self.size - 1
+
+    def _gather(self, flat: torch.Tensor, shard: torch.Tensor, tag: int, call: Call) -> Handle:
+        if self._exchange is not None:
+            own = self.slice_of(flat)
+            if own.data_ptr() != shard.data_ptr():
+                own.copy_(shard)
+            return Handle(self, call, self._post(call, lambda x: x.all_gather(flat, tag)))
+        work = _torch.all_gather_single(flat, shard, group=self.group, async_op=True)
+        return Handle(self, call, [(work, -1)])
+
+    def _scatter(self, flat: torch.Tensor, tag: int, call: Call) -> Handle:
+        own = self.slice_of(flat)
+        if self._exchange is not None:
+            inbox = self.pool.take(own.numel() * self._others, flat.dtype, flat.device)
+            works = self._post(call, lambda x: x.scatter(flat, inbox, tag))
+            return Handle(self, call, works, lambda: self._sum_inbox(own, inbox))
+        work = _torch.reduce_scatter_single(own, flat, group=self.group, async_op=True)
+        return Handle(self, call, [(work, -1)])
+
+    def _post(self, call: Call, start: Callable[[Exchange], list[tuple[Any, int]]]) -> list[tuple[Any, int]]:
         if self._exchange is None:
             return []
         try:
             return start(self._exchange)
         except RuntimeError as error:  # the connection is gone already
-            raise explain_failure(self, what, -1, error) from error
+            raise explain_failure(self, str(call), -1, error) from error
 
     def _small(self, values: torch.Tensor, key: str, op: Any) -> None:
         if self.group is None:
             return
-        what = self._count("small", key, 2 * (self.size - 1) * values.numel() * values.element_size() // self.size)
-        Handle(self, what, [(dist.all_reduce(values, op, group=self.group, async_op=True), -1)]).wait()
+        call = self._observe(self._count("small", key, 2 * self._others * _bytes(values) // self.size))
+        Handle(self, call, [(dist.all_reduce(values, op, group=self.group, async_op=True), -1)]).wait()
 
     def _sum_inbox(self, own: torch.Tensor, inbox: torch.Tensor) -> None:
         k = own.numel()
@@ -221,14 +305,23 @@ class Axis:
             torch.add(parts[0], parts[1], out=own) if self.size == 2 else own.copy_(sum(parts[1:], parts[0]))
         self.pool.give(inbox)
 
-    def _count(self, op: str, key: str, sent: int) -> str:
+    def _count(self, op: str, key: str, sent: int) -> Call:
         traffic = self.traffic[op]
         traffic.calls += 1
         traffic.bytes_sent += sent
-        return f"{op} {key}"
+        return Call(op, key, sent)
+
+    def _observe(self, call: Call) -> Call:
+        if self.observer is not None:
+            call.observer, call.note = self.observer, self.observer.issued(self, call.op, call.key, call.sent)
+        return call
 
     def __repr__(self) -> str:
         return f"Axis({self.name}, {self.position} of {self.size})"
 
 
-__all__ = ["Axis", "CommError", "Handle", "Traffic"]
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+__all__ = ["Axis", "CommError", "Handle", "Observer", "Traffic"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -52,6 +53,23 @@ class Exchange:
             row = source if source < me else source - 1
             works.append(self._receive(into[row * k : (row + 1) * k], source, tag))
             works.append(self._send(raw[target * k : (target + 1) * k], target, tag))
+        return works
+
+    def all_to_all(
+        self, outbox: torch.Tensor, sent: Sequence[int], inbox: torch.Tensor, received: Sequence[int], tag: int
+    ) -> list[tuple[Any, int]]:
+        """Send consecutive parts of ``outbox`` to the ranks in turn; ``inbox`` receives theirs in the same order."""
+        size, me = len(self._ranks), self._position
+        outgoing, incoming = torch.split(outbox, list(sent)), torch.split(inbox, list(received))
+        works: list[tuple[Any, int]] = []
+        for step in range(1, size):
+            source, target = (me - step) % size, (me + step) % size
+            if received[source]:
+                works.append(self._receive(_bytes(incoming[source]), source, tag))
+            if sent[target]:
+                works.append(self._send(_bytes(outgoing[target]), target, tag))
+        if sent[me]:
+            incoming[me].copy_(outgoing[me])
         return works
 
     def _send(self, part: torch.Tensor, target: int, tag: int) -> tuple[Any, int]:

@@ -14,9 +14,7 @@ from shardwise.errors import ConfigError
 from shardwise.dist.comm import Axis
 
 
-def init_distributed(
-    dist_backend: str | None = None, timeout: timedelta = timedelta(minutes=10), **group: Any
-) -> None:
+def init_distributed(dist_backend: str | None = None, timeout: timedelta = timedelta(minutes=10), **group: Any) -> None:
     """Start the default process group from the environment that ``shardwise launch`` or ``torchrun`` sets.
 
     Does nothing when a group exists already, or when this process was started alone.

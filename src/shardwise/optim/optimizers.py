@@ -1,4 +1,4 @@
-"""Optimizers by their ds_config names, and what an optimizer can do on a shard."""
+"""Optimizers by their ds_config names, and what each can do inside its kernel."""
 
 from __future__ import annotations
 
@@ -8,45 +8,37 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias, cast
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.errors import ConfigError, NotYetSupported
+from shardwise.errors import ConfigError
+from shardwise.optim.common import has_fused_kernel
+from shardwise.optim.hidden import split_groups
 from shardwise.optim.kwargs import NamedSection, checked_kwargs, constructed, did_you_mean
+from shardwise.optim.lamb import Lamb
+from shardwise.optim.lion import Lion
+from shardwise.optim.muon import Muon
+from shardwise.optim.uncorrected import UncorrectedAdam
 
 Parameters: TypeAlias = Iterable[torch.Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, torch.Tensor]]
 
-ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
-    {
-        torch.optim.ASGD,
-        torch.optim.Adadelta,
-        torch.optim.Adagrad,
-        torch.optim.Adam,
-        torch.optim.AdamW,
-        torch.optim.Adamax,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.RMSprop,
-        torch.optim.Rprop,
-        torch.optim.SGD,
-    }
-)
-"""Classes of ``torch.optim`` that update each entry from that entry's own values and the step count alone.
+OURS: Mapping[str, type[Optimizer]] = {"Lamb": Lamb, "Lion": Lion, "Muon": Muon}
+"""Optimizers that shardwise has itself, by their ds_config names. ``Muon`` beats torch's class of that name."""
 
-A flat slice of a parameter may then be stepped by itself. A subclass may do anything: look up
-``type(optimizer)``.
-"""
+ANY_CASE = ("Adam", "AdamW", "SGD", "Adagrad", *OURS)
+"""Names that upstream takes in any case."""
 
 _PATH = "optimizer.params"
-_ANY_CASE = ("Adam", "AdamW", "SGD", "Adagrad")
-_NOT_LANDED = frozenset(
-    {"lamb", "lion", "muon", "onebitadam", "onebitlamb", "zerooneadam", "muadam", "muadamw", "musgd"}
-)
 # Upstream's switches of its Adam, which torch's constructor does not have.
 _ADAM_SWITCHES = ("adam_w_mode", "torch_adam", "bias_correction", "fp32_optimizer_states")
-_FUSED_DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
+# Upstream's CPU versions of the others take this one of them.
+_STATE_SWITCH = "fp32_optimizer_states"
+_WITH_STATE_SWITCH = (Lion, torch.optim.Adagrad)
+# Clipping is the engine's; the configuration has made it gradient_clipping already.
+_CLIPPING = "max_grad_norm"
 
 
-def build_optimizer(section: NamedSection, params: Parameters) -> Optimizer:
+def build_optimizer(section: NamedSection, params: Parameters, model: nn.Module | None = None) -> Optimizer:
     """The optimizer that a ds_config's ``optimizer`` section names.
 
     ``Adam`` is AdamW unless ``adam_w_mode`` is false; both have no weight decay unless given, as upstream.
@@ -54,34 +46,34 @@ def build_optimizer(section: NamedSection, params: Parameters) -> Optimizer:
     ``foreach`` is given.
 
     Args:
-        section: ``type`` is ``Adam``, ``AdamW``, ``SGD``, ``Adagrad`` (any case) or a class of
-            ``torch.optim``; ``params`` are its keyword arguments.
+        section: ``type`` is ``Adam``, ``AdamW``, ``SGD``, ``Adagrad``, ``Lamb``, ``Lion``, ``Muon`` (any case) or a
+            class of ``torch.optim``; ``params`` are its keyword arguments.
         params: the tensors that will be stepped (their device and dtype decide ``fused``), or groups of them.
+        model: has the names and places of the parameters, by which Muon tells hidden matrices from the rest.
 
     Raises:
-        ConfigError: an unknown name, or arguments that the class does not take, with their JSON path.
-        NotYetSupported: an optimizer or option of upstream that shardwise does not have yet.
+        ConfigError: an unknown or refused name, or arguments that the class does not take, with their JSON path.
     """
     cls = _optimizer_class(section.type)
-    given = dict(section.params)
-    if "max_grad_norm" in given:
-        raise ConfigError(
-            f"{_PATH}.max_grad_norm: an optimizer does not clip; use the top-level key gradient_clipping."
-        )
+    given = {name: value for name, value in section.params.items() if name != _CLIPPING}
     is_adam = cls in (torch.optim.Adam, torch.optim.AdamW)
+    listed: list[Any] = list(params)
+    also_known: tuple[str, ...] = (_CLIPPING,)
     if is_adam:
+        also_known = (*_ADAM_SWITCHES, _CLIPPING)
         cls, given = _adam(cls, given)
-    kwargs = checked_kwargs(
-        cls,
-        given,
-        _PATH,
-        also_known=_ADAM_SWITCHES if is_adam else (),
-        unwritable=("decoupled_weight_decay",) if is_adam else (),
-    )
+    elif cls in _WITH_STATE_SWITCH and _STATE_SWITCH in given:
+        _said_of_states(_switches(given, (_STATE_SWITCH,)))
+    unwritable = ("decoupled_weight_decay", "decoupled") if is_adam else ()
+    decoupled = given.pop("decoupled", None) if cls is UncorrectedAdam else None
+    kwargs = checked_kwargs(cls, given, _PATH, also_known=also_known, unwritable=unwritable)
+    if decoupled is not None:
+        kwargs["decoupled"] = decoupled
     if is_adam:
         kwargs.setdefault("weight_decay", 0.0)
-    listed: list[Any] = list(params)
-    if _may_fuse(cls, kwargs, listed):
+    if cls is Muon:
+        listed = split_groups(listed, model)
+    elif _may_fuse(cls, kwargs, listed):
         kwargs["fused"] = True
     return cast(Optimizer, constructed(cls, listed, kwargs, _PATH))
 
@@ -104,6 +96,8 @@ def supports_found_inf(optimizer: Optimizer) -> bool:
     Fused SGD allocates its momentum before it looks at ``found_inf`` and takes it as filled afterwards, so it
     can skip only once every parameter has its momentum.
     """
+    if getattr(optimizer, "takes_found_inf", False):
+        return True
     if not supports_grad_scale(optimizer):
         return False
     return all(
@@ -120,14 +114,15 @@ def _optimizer_class(name: str | None) -> type[Optimizer]:
         for cls in vars(torch.optim).values()
         if inspect.isclass(cls) and issubclass(cls, Optimizer) and cls is not Optimizer
     }
+    known.update(OURS)
     folded = str(name).casefold()
-    for candidate in _ANY_CASE:
+    for candidate in ANY_CASE:
         if candidate.casefold() == folded:
             return known[candidate]
-    if folded in _NOT_LANDED:
-        raise NotYetSupported(
-            f"optimizer.type: {name} is not available in shardwise yet; use AdamW, SGD or another class of torch.optim."
-        )
+    from shardwise.config.optimizers import refusal  # not at import time: pydantic is slow to import
+
+    if (reason := refusal(str(name))) is not None:
+        raise ConfigError(f"optimizer.type: {name} {reason}.")
     if name not in known:
         raise ConfigError(
             f"optimizer.type: no optimizer is called {name!r}{did_you_mean(str(name), known)} Known: "
@@ -137,8 +132,23 @@ def _optimizer_class(name: str | None) -> type[Optimizer]:
 
 
 def _adam(cls: type[Optimizer], given: dict[str, Any]) -> tuple[type[Optimizer], dict[str, Any]]:
-    """Take upstream's switches out of ``given`` and choose between Adam and AdamW."""
-    switches = {name: given.pop(name) for name in _ADAM_SWITCHES if name in given}
+    """Take upstream's switches out of ``given``, and choose among Adam, AdamW and both without bias correction."""
+    switches = _switches(given, _ADAM_SWITCHES)
+    _said_of_states(switches)
+    decoupled = switches.get("adam_w_mode", True) or cls is torch.optim.AdamW
+    if not switches.get("adam_w_mode", True) and cls is torch.optim.AdamW:
+        warnings.warn(
+            f"{_PATH}.adam_w_mode: false has no effect with type AdamW, as upstream; use type Adam.",
+            stacklevel=4,
+        )
+    if not switches.get("bias_correction", True):
+        return UncorrectedAdam, {**given, "decoupled": decoupled}
+    return (torch.optim.AdamW if decoupled else cls), given
+
+
+def _switches(given: dict[str, Any], names: Iterable[str]) -> dict[str, bool]:
+    """Take the switches of these names out of ``given``."""
+    switches = {name: given.pop(name) for name in names if name in given}
     problems = [
         f"{_PATH}.{name}: expected true or false, got {value!r}."
         for name, value in switches.items()
@@ -146,23 +156,16 @@ def _adam(cls: type[Optimizer], given: dict[str, Any]) -> tuple[type[Optimizer],
     ]
     if problems:
         raise ConfigError("\n".join(problems))
-    if not switches.get("bias_correction", True):
-        raise NotYetSupported(
-            f"{_PATH}.bias_correction: false is not available; torch's Adam always corrects. Remove it."
+    return switches
+
+
+def _said_of_states(switches: Mapping[str, bool]) -> None:
+    if not switches.get(_STATE_SWITCH, True):
+        warnings.warn(
+            f"{_PATH}.{_STATE_SWITCH}: false has no effect: the state has the dtype of the weights that are stepped, "
+            "which are fp32 masters unless bf16.bf16_master_weights_and_grads is true.",
+            stacklevel=4,
         )
-    if not switches.get("fp32_optimizer_states", True):
-        raise NotYetSupported(
-            f"{_PATH}.fp32_optimizer_states: false is not available; the moments have the dtype of the fp32 "
-            "shard. Remove it."
-        )
-    if not switches.get("adam_w_mode", True):
-        if cls is torch.optim.AdamW:
-            warnings.warn(
-                f"{_PATH}.adam_w_mode: false has no effect with type AdamW, as upstream; use type Adam.",
-                stacklevel=3,
-            )
-        return cls, given
-    return torch.optim.AdamW, given
 
 
 def _may_fuse(cls: type[Optimizer], kwargs: Mapping[str, Any], params: list[Any]) -> bool:
@@ -181,12 +184,10 @@ def _may_fuse(cls: type[Optimizer], kwargs: Mapping[str, Any], params: list[Any]
 
 
 def _fusable(cls: type[Optimizer], tensor: torch.Tensor) -> bool:
-    if tensor.device.type not in ("cpu", "cuda") or tensor.layout != torch.strided:
-        return False
     if cls is torch.optim.SGD and tensor.device.type == "cpu" and tensor.dtype.itemsize == 2:
         # Wrong values for 16 elements and more (torch 2.13, CPU, bf16 and fp16).
         return False
-    return tensor.dtype in _FUSED_DTYPES
+    return has_fused_kernel(tensor)
 
 
 def _tensors(params: list[Any]) -> list[torch.Tensor]:

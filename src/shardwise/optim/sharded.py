@@ -1,8 +1,7 @@
-"""Any elementwise ``torch.optim`` optimizer, stepping the shards of a model instead of its parameters."""
+"""Any optimizer, stepping the shards of a model instead of its parameters."""
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,8 +10,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.errors import ConfigError, NotYetSupported, ShardingError
-from shardwise.optim.optimizers import ELEMENTWISE
+from shardwise.errors import NotYetSupported, ShardingError
+from shardwise.optim.kinds import Kind, kind_of
+from shardwise.optim.lamb import Lamb
+from shardwise.optim.muon import Muon
+from shardwise.optim.shards import Shards, Window
+from shardwise.optim.ways import ByElements, ByMatrices, ByNorms, ByWhole, Way
 from shardwise.precision import LossScaler, NoScaler
 from shardwise.sharding import Piece, ShardedModel, Unit
 from shardwise.sharding.agreement import Agreement
@@ -27,16 +30,17 @@ class ShardedOptimizer(Optimizer):
 
     Each parameter's piece is an optimizer parameter of its own (a view of the unit's shard), in the group of its
     parameter. So hyper-parameters, state and step counts are kept per parameter, as torch does, and a parameter that
-    got no gradient is not stepped.
+    got no gradient is not stepped. Optimizers that need whole parameters hold those that this rank steps instead
+    (:class:`~shardwise.optim.ways.ByWhole`).
 
     Args:
         inner: the optimizer, over parameters of the model; changed in place, so that schedulers which hold it go on.
         model: the sharded model.
         sub_group_size: elements that are stepped at once, at the most.
-        allow_untested: accept optimizer classes of which it is not known that they step each element by itself.
+        allow_untested: accept optimizer classes of which it is not known that they step each parameter by itself.
 
     Raises:
-        ConfigError: the optimizer needs whole parameters, or is not known to step elementwise.
+        ConfigError: the optimizer takes a closure, or is not known to step each parameter by itself.
         ShardingError: it holds a parameter that is not the model's.
     """
 
@@ -47,16 +51,14 @@ class ShardedOptimizer(Optimizer):
         self.stepping = False
         self.scaler: LossScaler = NoScaler()
         self._model = model
-        self._known = type(inner) in ELEMENTWISE
-        _check_class(inner, model, allow_untested)
-        _check_closure(inner)
-        self._pieces: dict[int, list[tuple[Piece, nn.Parameter]]] = {}
-        of_param = self._make_pieces(model.units)
-        names = {id(slot.param): slot.name for u in model.units for slot in u.slots}
-        self._trained = self._rebind(of_param)
-        self._sub_groups = self._cut(min(sub_group_size, STEP_NUMEL))
+        _check_held(inner, model)
+        cut = model.mesh.shard.size > 1 and model.policy.shard_optimizer
+        self.kind = kind_of(inner, allow_untested=allow_untested, cut=cut)
+        self._shards = Shards(model)
+        self._way = _way(self.kind, inner, self._shards, _cut(model, self.kind, min(sub_group_size, STEP_NUMEL)))
+        self._names = {id(slot.param): slot.name for u in model.units for slot in u.slots}
+        self._trained = self._rebind(self._way.tensors())
         model.on_unfreeze = self._unfreeze
-        self._names = names
         self._warn_about_untrained()
 
     @property
@@ -131,31 +133,14 @@ class ShardedOptimizer(Optimizer):
             raise ShardingError("a sharded optimizer steps through `engine.step()`, which clips, unscales and decides.")
         if any(u.pins for u in self._model.units):
             raise ShardingError("engine.step() inside GatheredParameters would be undone at its end; step outside.")
-        grads = {id(g.unit): g for g in self._model.grads}
-        handles = []
+        window = Window({id(g.unit): g for g in self._model.grads}, scale, agreement.used)
         self.stepping = True
-        all_params = [group["params"] for group in self.param_groups]
         try:
             if found_inf is not None:
                 self.optimizer.found_inf = found_inf  # type: ignore[attr-defined]
-            for units in self._sub_groups:
-                for unit in units:
-                    grad = grads.get(id(unit))
-                    if grad is not None and grad.total is not None:
-                        self._bind(unit, grad.total, scale, agreement.used)
-                self._restrict(units, all_params)
-                if any(p.grad is not None for group in self.param_groups for p in group["params"]):
-                    self.optimizer.step()
-                for unit in units:
-                    for _, tensor in self._pieces[id(unit)]:
-                        tensor.grad = None
-                    if unit.master is not None:
-                        unit.shard.copy_(unit.master)
-                handles += self._model.publish([u for u in units if id(u) in grads])
+            handles = self._way.step(window)
         finally:
             self.stepping = False
-            for group, params in zip(self.param_groups, all_params, strict=True):
-                group["params"] = params
             if found_inf is not None:
                 del self.optimizer.found_inf  # type: ignore[attr-defined]
         for handle in handles:
@@ -166,7 +151,7 @@ class ShardedOptimizer(Optimizer):
         self.optimizer.state.clear()
         for group, params in zip(self.optimizer.param_groups, self._given, strict=True):
             group["params"] = params
-        self._pieces.clear()
+        self._shards.pieces.clear()
 
     def state_bytes(self) -> int:
         """Bytes of the optimizer's state and master weights on this rank."""
@@ -177,82 +162,22 @@ class ShardedOptimizer(Optimizer):
             u.master.numel() * u.master.element_size() for u in self._model.units if u.master is not None
         )
 
-    def _bind(self, unit: Unit, total: torch.Tensor, scale: torch.Tensor | None, used: Mapping[int, bool]) -> None:
-        grad = total
-        if unit.master is not None and total.dtype != unit.master.dtype:
-            grad = total.to(unit.master.dtype)
-        if scale is not None:
-            grad.mul_(scale.to(grad.dtype))
-        for piece, tensor in self._pieces[id(unit)]:
-            if used.get(id(piece.slot.param), False):
-                tensor.grad = piece.view(grad)
-
-    def _restrict(self, units: list[Unit], all_params: list[list[nn.Parameter]]) -> None:
-        """Show the inner optimizer only the pieces of these units."""
-        if len(self._sub_groups) == 1:
-            return
-        ids = {id(t) for u in units for _, t in self._pieces[id(u)]}
-        for group, params in zip(self.param_groups, all_params, strict=True):
-            group["params"] = [p for p in params if id(p) in ids]
-
-    def _make_pieces(self, units: list[Unit]) -> dict[int, nn.Parameter | None]:
-        of_param: dict[int, nn.Parameter | None] = {id(s.param): None for u in units for s in u.slots}
-        for unit in units:
-            source = unit.master if unit.master is not None else unit.shard
-            pieces = []
-            for piece in unit.pieces():
-                tensor = nn.Parameter(piece.view(source), requires_grad=source.is_floating_point())
-                pieces.append((piece, tensor))
-                of_param[id(piece.slot.param)] = tensor
-            self._pieces[id(unit)] = pieces
-        return of_param
-
-    def _rebind(self, of_param: Mapping[int, nn.Parameter | None]) -> set[int]:
-        """Put the pieces into the inner optimizer's groups in place of the parameters, state included."""
-        for number, group in enumerate(self.optimizer.param_groups):
-            for param in group["params"]:
-                if id(param) not in of_param:
-                    raise ShardingError(
-                        f"group {number} of the optimizer holds a parameter of shape {tuple(param.shape)} that is not "
-                        "a parameter of the model; give shardwise.initialize the module that contains it."
-                    )
-        trained: set[int] = set()
-        pieces = {id(p.slot.param): p for pairs in self._pieces.values() for p, _ in pairs}
+    def _rebind(self, tensors: Mapping[int, nn.Parameter]) -> set[int]:
+        """Put what this rank steps into the inner optimizer's groups in place of the parameters, state included."""
+        pieces = {id(piece.slot.param): piece for piece, _ in self._shards.of(self._model.units)}
         old_state = dict(self.optimizer.state)
         self.optimizer.state.clear()
         self._given = [list(group["params"]) for group in self.optimizer.param_groups]
-        for group in self.optimizer.param_groups:
-            mine = []
-            for param in group["params"]:
-                trained.add(id(param))
-                tensor = of_param[id(param)]
-                if tensor is None:
-                    continue
-                mine.append(tensor)
-                if param in old_state:
-                    self.optimizer.state[tensor] = _cut_state(old_state[param], pieces[id(param)], tensor.dtype)
-            group["params"] = mine
-        return trained
-
-    def _cut(self, limit: int) -> list[list[Unit]]:
-        units = self._model.units
-        if not self._known:
-            return [list(units)]  # it may count its own steps: one call for everything
-        groups: list[list[Unit]] = []
-        size = 0
-        for unit in units:
-            if not groups or size + unit.shard_numel > limit:
-                groups.append([])
-                size = 0
-            groups[-1].append(unit)
-            size += unit.shard_numel
-        return groups
+        for group, params in zip(self.optimizer.param_groups, self._given, strict=True):
+            group["params"] = [tensors[id(p)] for p in params if id(p) in tensors]
+            for param in params:
+                if param in old_state and id(param) in tensors:
+                    tensor = tensors[id(param)]
+                    self.optimizer.state[tensor] = _cut_state(old_state[param], pieces[id(param)], tensor)
+        return {id(param) for params in self._given for param in params}
 
     def _unfreeze(self, unit: Unit) -> None:
-        """A frozen unit got a master copy: its pieces now live there."""
-        if unit.master is not None:
-            for piece, tensor in self._pieces[id(unit)]:
-                tensor.data = piece.view(unit.master)
+        self._shards.follow_master(unit)
         self._warn_about_untrained()
 
     def _warn_about_untrained(self) -> None:
@@ -267,39 +192,53 @@ class ShardedOptimizer(Optimizer):
             warnings.warn(f"these parameters want gradients but no optimizer group holds them: {shown}", stacklevel=4)
 
 
-def _check_closure(inner: Optimizer) -> None:
-    closure = inspect.signature(type(inner).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ConfigError(
-            f"optimizer {type(inner).__name__} evaluates the loss itself, several times a step (a closure); the "
-            "engine's loop of forward, backward and step cannot serve it. Use an optimizer that steps from gradients."
-        )
+def _check_held(inner: Optimizer, model: ShardedModel) -> None:
+    known = {id(slot.param) for u in model.units for slot in u.slots}
+    for number, group in enumerate(inner.param_groups):
+        for param in group["params"]:
+            if id(param) not in known:
+                raise ShardingError(
+                    f"group {number} of the optimizer holds a parameter of shape {tuple(param.shape)} that is not "
+                    "a parameter of the model; give shardwise.initialize the module that contains it."
+                )
 
 
-def _check_class(inner: Optimizer, model: ShardedModel, allow_untested: bool) -> None:
-    if type(inner) in ELEMENTWISE or model.mesh.shard.size == 1 or not model.policy.shard_optimizer:
-        return
-    name = type(inner).__name__
-    if type(inner).__module__.startswith("torch.optim"):
-        raise ConfigError(
-            f"optimizer {name} needs whole parameters, and ZeRO stage {model.policy.stage} gives each rank a slice; "
-            "use stage 0, or an optimizer that steps each element by itself (AdamW, SGD, ...)."
-        )
-    if not allow_untested:
-        raise ConfigError(
-            f"it is not known whether the optimizer {name} steps each element by itself, which ZeRO stage "
-            f"{model.policy.stage} needs. If it does, set `zero_allow_untested_optimizer` to true; else use stage 0."
-        )
+def _way(kind: Kind, inner: Optimizer, shards: Shards, groups: list[list[Unit]]) -> Way:
+    if kind is Kind.NORMS and isinstance(inner, Lamb):
+        return ByNorms(inner, shards, groups)
+    if kind is Kind.MATRICES and isinstance(inner, Muon):
+        return ByMatrices(inner, shards, groups)
+    if kind is Kind.ELEMENTS:
+        return ByElements(inner, shards, groups)
+    return ByWhole(inner, shards, groups, always=kind is Kind.UNKNOWN)
 
 
-def _cut_state(state: Mapping[str, Any], piece: Piece, dtype: torch.dtype) -> dict[str, Any]:
+def _cut(model: ShardedModel, kind: Kind, limit: int) -> list[list[Unit]]:
+    """Units that are stepped at once: the same on all ranks."""
+    if kind is Kind.UNKNOWN:
+        return [list(model.units)]  # it may count its own steps: one call for everything
+    groups: list[list[Unit]] = []
+    size = 0
+    for unit in model.units:
+        if not groups or size + unit.shard_numel > limit:
+            groups.append([])
+            size = 0
+        groups[-1].append(unit)
+        size += unit.shard_numel
+    return groups
+
+
+def _cut_state(state: Mapping[str, Any], piece: Piece, tensor: torch.Tensor) -> dict[str, Any]:
+    """The part of a whole parameter's state that belongs to the tensor that is stepped in its place."""
     cut: dict[str, Any] = {}
     for key, value in state.items():
         if isinstance(value, torch.Tensor) and value.shape == piece.slot.shape and value.dim() > 0:
-            part = value.detach().reshape(-1)[piece.param_start : piece.param_start + piece.numel].clone()
-            if part.is_floating_point():
-                part = part.to(dtype)  # made over a low-precision model, it now stands beside an fp32 master
-            cut[key] = part.view(piece.slot.shape) if piece.whole else part
+            part = value.detach()
+            if tensor.shape != value.shape:
+                part = part.reshape(-1)[piece.param_start : piece.param_start + piece.numel]
+            # Made over a low-precision model, it now stands beside fp32 weights.
+            part = part.to(tensor.dtype, copy=True) if part.is_floating_point() else part.clone()
+            cut[key] = part.view(tensor.shape)
         else:
             cut[key] = value.clone() if isinstance(value, torch.Tensor) else value
     return cut

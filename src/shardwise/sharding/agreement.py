@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,16 +22,18 @@ class Agreement:
     Attributes:
         squares: sum of the squares of all gradients as they were reduced (scaled), a 0-d tensor on the device.
         tokens: what the ranks gave as ``tokens``, summed, a 0-d tensor on the device.
+        loss: mean of what the ranks gave as ``losses``, a 0-d tensor on the device; NaN if nobody gave any.
         used: by parameter id, whether any rank had a gradient for it in the window.
     """
 
     squares: torch.Tensor
     tokens: torch.Tensor
+    loss: torch.Tensor
     used: dict[int, bool]
 
 
-def agree(model: ShardedModel, tokens: float) -> Agreement:
-    """Sum squares, tokens and use flags over the ranks, in one small collective.
+def agree(model: ShardedModel, tokens: float, losses: Sequence[torch.Tensor] = ()) -> Agreement:
+    """Sum squares, tokens, losses and use flags over the ranks, in one small collective.
 
     The flags are read back (which waits for the device) only where this rank did not use every parameter itself.
     """
@@ -45,7 +48,11 @@ def agree(model: ShardedModel, tokens: float) -> Agreement:
             squares = squares + sum_of_squares(grad.total)
     # Replicas hold the same slice, and stage 0 the same everything: each counts once.
     copies = model.mesh.replicate.size if model.policy.shard_optimizer else model.mesh.world.size
-    head = torch.stack([squares / copies, torch.full_like(squares, tokens)])
+    loss = torch.zeros_like(squares)
+    if losses:
+        loss = torch.stack([x.detach().reshape(()).to(device, torch.float64) for x in losses]).sum()
+    counts = [torch.full_like(squares, count) for count in (tokens, len(losses))]
+    head = torch.stack([squares / copies, loss, *counts])
     if mine == wanted:
         used = torch.ones(len(mine), dtype=torch.float64, device=device)
     else:
@@ -53,10 +60,11 @@ def agree(model: ShardedModel, tokens: float) -> Agreement:
     message = torch.cat([head, used])
     model.mesh.world.sum_small(message, "gradient norm")
     # A parameter that this rank used was used; only about others do the other ranks know more.
-    anyone = wanted if mine == wanted else [w and v > 0 for w, v in zip(wanted, message[2:].tolist(), strict=True)]
+    anyone = wanted if mine == wanted else [w and v > 0 for w, v in zip(wanted, message[4:].tolist(), strict=True)]
     return Agreement(
         squares=message[0].to(dtype),
-        tokens=message[1].to(dtype),
+        tokens=message[2].to(dtype),
+        loss=message[1] / message[3],
         used={id(param): any_used for (param, _), any_used in zip(flags, anyone, strict=True)},
     )
 

@@ -86,6 +86,7 @@ class Gatherer:
         self._holding = False
         self._stray: dict[bool, StrayParameters] = {}
         self._stray_checked: set[bool] = set()
+        self._watched = {True: False, False: False}
         self._hooks: list[Any] = []
         for scope in scopes:
             self._hook(scope)
@@ -130,6 +131,15 @@ class Gatherer:
     def live_numel(self) -> int:
         """Elements of the units that are whole on this rank now."""
         return sum(u.numel for u in self._units if u.live)
+
+    def looks_for_strays_now(self) -> bool:
+        """Whether this iteration, its backward included, is one that is watched for such reads."""
+        return self._watched[self._training or _torch.in_backward_pass()]
+
+    def hooks_inside(self, module: nn.Module) -> bool:
+        """Whether parameters are gathered around a module that lies inside this one."""
+        inside = {id(m) for m in module.modules() if m is not module}
+        return any(id(s.module) in inside for s in self._scopes)
 
     def _hook(self, scope: Scope) -> None:
         module = scope.module
@@ -235,12 +245,14 @@ class Gatherer:
     def _start_iteration(self, scope: Scope) -> None:
         mode = self._training = torch.is_grad_enabled()
         self._traces[mode].start()
+        self._watched[mode] = False
         if mode not in self._stray_checked:
             if scope is self._scopes[0]:  # a part of the model, run by itself, shows only that part
                 self._stray_checked.add(mode)
             if not any(_torch.is_compiled(m) for m in self._scopes[0].module.modules()):
                 self._stray[mode] = StrayParameters(lambda p: self._of_param.get(id(p)), self._adopt_stray)
                 self._stray[mode].start()
+                self._watched[mode] = True
 
     def _stop_watching_strays(self) -> None:
         for mode in list(self._stray):

@@ -9,9 +9,42 @@ import torch
 from shardwise.dist import Handle
 from shardwise.dist.pool import BufferPool
 from shardwise.errors import ShardingError
+from shardwise.sharding.rows import sum_rows
 from shardwise.sharding.unit import REDUCE, REPLICATE, Slot, Unit
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Averaging:
+    """Where gradients are divided: before the sum over the ranks, or with the factor of clipping.
+
+    Attributes:
+        before: what a gradient is multiplied with when it is collected.
+        after: what the reduced gradient is still to be multiplied with.
+    """
+
+    before: float
+    after: float = 1.0
+
+    @classmethod
+    def of(cls, ranks: int, wire: torch.dtype, *, prescale: bool, predivide: float, mean: bool) -> Averaging:
+        """The division that a configuration asks for.
+
+        Only a sum of fp16 numbers can leave the range; for other dtypes the mean costs nothing where it is taken
+        during the copy into the buffer, so it is.
+
+        Args:
+            ranks: how many gradients are summed.
+            wire: the dtype that they are summed in.
+            prescale: ``prescale_gradients``: divide by the ranks before the sum.
+            predivide: ``gradient_predivide_factor``: divide by this before, and by the rest after, without `prescale`.
+            mean: ``gradient_allreduce_op`` is "mean"; else the sum is wanted.
+        """
+        wanted = 1.0 / ranks if mean else 1.0
+        if wire != torch.float16 or (mean and prescale):
+            return cls(wanted)
+        return cls(1.0 / predivide, predivide * wanted)
 
 
 @dataclass(frozen=True)
@@ -19,9 +52,9 @@ class GradientOptions:
     """How gradients are collected and reduced.
 
     Attributes:
-        scale: what each gradient is multiplied with when it is collected: 1 / ranks, for the mean over the ranks.
-            Done before the sum, so that no sum of fp16 gradients overflows.
-        accumulates: whether a window has several micro-steps; low-precision gradients then add up in fp32.
+        scale: what each gradient is multiplied with when it is collected (:class:`Averaging`).
+        accumulates: whether a window has several micro-steps.
+        sum_dtype: in which low-precision gradients of a window add up (``data_types.grad_accum_dtype``).
         wire_dtype: dtype of the reduction (``communication_data_type``), or None for the buffer's own.
         contiguous: copy each gradient into the flat buffer when it arrives (``contiguous_gradients``), or leave it
             in ``param.grad`` until the unit is reduced.
@@ -30,6 +63,7 @@ class GradientOptions:
 
     scale: float
     accumulates: bool
+    sum_dtype: torch.dtype = torch.float32
     wire_dtype: torch.dtype | None = None
     contiguous: bool = True
     scatter: bool = True
@@ -51,11 +85,12 @@ class UnitGradient:
         self._pool = pool
         self._index = {id(s.param): i for i, s in enumerate(unit.slots)}
         low = unit.dtype in LOW_PRECISION and options.accumulates
-        self._raw_dtype = torch.float32 if low and not unit.policy.reduce_each_micro_step else unit.dtype
-        self._total_dtype = torch.float32 if low else unit.dtype
+        self._raw_dtype = options.sum_dtype if low and not unit.policy.reduce_each_micro_step else unit.dtype
+        self._total_dtype = options.sum_dtype if low else unit.dtype
         self._raw: torch.Tensor | None = None
         self._kept: torch.Tensor | None = None  # the buffer that `total` is a view of (stages 0 and 1)
         self._wire: torch.Tensor | None = None
+        self._summed = False  # over all ranks, as rows
         self._written = [False] * len(unit.slots)
         self.total: torch.Tensor | None = None
         self.used = [False] * len(unit.slots)
@@ -64,11 +99,11 @@ class UnitGradient:
         self.repeated = False
 
     def accumulate_wide(self) -> None:
-        """From now on windows have several micro-steps: low-precision gradients add up in fp32."""
+        """From now on windows have several micro-steps: low-precision gradients add up in the wider dtype."""
         if self.unit.dtype in LOW_PRECISION:
-            self._total_dtype = torch.float32
+            self._total_dtype = self.options.sum_dtype
             if not self.unit.policy.reduce_each_micro_step and self._raw is None:
-                self._raw_dtype = torch.float32
+                self._raw_dtype = self.options.sum_dtype
 
     def begin_backward(self) -> None:
         """Forget which gradients arrived in the last backward."""
@@ -122,6 +157,9 @@ class UnitGradient:
         dtype = self.options.wire_dtype or raw.dtype
         wire = raw if dtype == raw.dtype else self._pool.take(raw.numel(), dtype, raw.device).copy_(raw)
         self._wire = wire
+        self._summed = unit.by_rows and unit.mesh.world.size > 1 and sum_rows(unit, wire)
+        if self._summed:
+            return unit.mesh.world.nothing()
         if not unit.policy.shard_optimizer:
             return unit.mesh.world.all_reduce(wire, unit.name, unit.tag(REDUCE))
         if self.options.scatter:
@@ -134,7 +172,7 @@ class UnitGradient:
         unit, wire, raw = self.unit, self._wire, self._raw
         if wire is None or raw is None:
             raise ShardingError(f"unit {unit.name} has no reduction in flight")
-        if unit.policy.shard_optimizer and unit.mesh.replicate.size > 1:
+        if unit.policy.shard_optimizer and unit.mesh.replicate.size > 1 and not self._summed:
             unit.mesh.replicate.all_reduce(unit.own(wire), unit.name, unit.tag(REPLICATE)).wait()
         mine = unit.own(wire)
         self._wire = self._raw = None
@@ -178,10 +216,7 @@ class UnitGradient:
         if grad is None:
             return
         if grad.layout is not torch.strided:
-            raise ShardingError(
-                f"{slot.name} has a sparse gradient; sharded training needs dense ones: build the embedding with "
-                "sparse=False (`sparse_gradients` has not landed yet)."
-            )
+            grad = grad.to_dense()  # of an embedding with sparse=True
         raw = self._take_raw()
         into = raw[slot.offset : slot.end].view(slot.shape)
         if self._written[i]:

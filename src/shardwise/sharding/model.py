@@ -15,11 +15,12 @@ from shardwise.dist import Mesh
 from shardwise.errors import ShardingError
 from shardwise.sharding.access import is_managed, mark, take_over, unmark
 from shardwise.sharding.gatherer import Gatherer, Scope
-from shardwise.sharding.gradient import LOW_PRECISION, GradientOptions, UnitGradient
+from shardwise.sharding.gradient import LOW_PRECISION, Averaging, GradientOptions, UnitGradient
 from shardwise.sharding.guards import Guards
 from shardwise.sharding.plan import ScopePlan, plan_scopes, plan_units
 from shardwise.sharding.policy import POLICIES
 from shardwise.sharding.reducer import Reducer, warn_discarded
+from shardwise.sharding.rows import row_parameters
 from shardwise.sharding.state import StateDictHooks
 from shardwise.sharding.unit import Unit
 
@@ -38,6 +39,11 @@ class ShardedModel:
         low_dtype: the dtype of fp16 or bf16 training, or None to keep the parameters' own.
         accumulates: whether a window has more than one micro-step.
         wire_dtype: ``communication_data_type``.
+        sum_dtype: in which low-precision gradients of a window add up.
+        averaging: where gradients are divided; default: by the ranks, before the sum.
+        masters: keep low-precision parameters in fp32 beside their units.
+        buffer_dtype: cast floating-point buffers to this, or leave them.
+        by_rows: exchange the gradients of embeddings by rows.
 
     Raises:
         ShardingError: the model is managed by another engine, or has parameters without data.
@@ -53,14 +59,22 @@ class ShardedModel:
         low_dtype: torch.dtype | None,
         accumulates: bool,
         wire_dtype: torch.dtype | None,
+        sum_dtype: torch.dtype = torch.float32,
+        averaging: Averaging | None = None,
+        masters: bool = True,
+        buffer_dtype: torch.dtype | None = None,
+        by_rows: bool = False,
     ) -> None:
         self.model = model
         self.mesh = mesh
+        self.averaging = averaging or Averaging(1.0 / mesh.world.size)
+        self.masters = masters
         self.policy = POLICIES[zero.stage]
         self.device = device
         self._options = GradientOptions(
-            scale=1.0 / mesh.world.size,
+            scale=self.averaging.before,
             accumulates=accumulates,
+            sum_dtype=sum_dtype,
             wire_dtype=wire_dtype,
             contiguous=zero.contiguous_gradients,
             scatter=zero.reduce_scatter,
@@ -68,8 +82,9 @@ class ShardedModel:
         self._publishes_by_broadcast = not zero.allgather_partitions
         _check(model)
         plans = plan_scopes(model, zero)
-        self.units = self._build(plan_units(plans, self.policy, zero, low_dtype))
-        self._place_buffers(low_dtype)
+        rows = row_parameters(model) if by_rows else set()
+        self.units = self._build(plan_units(plans, self.policy, zero, low_dtype, rows))
+        self._place_buffers(buffer_dtype)
         self.managed = {id(slot.param): slot.name for u in self.units for slot in u.slots}
         self.grads = [self._new_gradient(u) for u in self.units if u.slots[0].param.requires_grad]
         self._frozen = [(u, s) for u in self.units for s in u.slots if not s.param.requires_grad]
@@ -128,10 +143,19 @@ class ShardedModel:
     def _build(self, plans: list[Any]) -> list[Unit]:
         units = []
         for index, plan in enumerate(plans):
-            unit = Unit(index, plan.name, plan.params, plan.dtype, plan.policy, self.mesh, self.device)
+            unit = Unit(
+                index,
+                plan.name,
+                plan.params,
+                plan.dtype,
+                plan.policy,
+                self.mesh,
+                self.device,
+                by_rows=plan.by_rows,
+            )
             self._agree_on_values(take_over(plan.params))
             trained = plan.params[0][1].requires_grad
-            unit.fill(with_master=trained and plan.dtype in LOW_PRECISION)
+            unit.fill(with_master=self.masters and trained and plan.dtype in LOW_PRECISION)
             unit.release()
             mark(unit)
             units.append(unit)
@@ -147,12 +171,12 @@ class ShardedModel:
                 self.mesh.world.broadcast(values, 0, name)
             param.data = values
 
-    def _place_buffers(self, low_dtype: torch.dtype | None) -> None:
+    def _place_buffers(self, to: torch.dtype | None) -> None:
         for module in self.model.modules():
             for name, buffer in list(module._buffers.items()):
                 if buffer is None:
                     continue
-                dtype = low_dtype if low_dtype is not None and buffer.is_floating_point() else buffer.dtype
+                dtype = to if to is not None and buffer.is_floating_point() else buffer.dtype
                 placed = buffer.to(device=self.device, dtype=dtype).contiguous()
                 if self.mesh.world.size > 1 and not _torch.is_fake(placed):
                     self.mesh.world.broadcast(placed, 0, name)
@@ -204,7 +228,7 @@ class ShardedModel:
                 for _, slot in members:
                     self.reducer.watch_param(known[0], slot.param)
                 continue
-            if unit.dtype in LOW_PRECISION:
+            if self.masters and unit.dtype in LOW_PRECISION:
                 unit.make_master()
             grad = self._new_gradient(unit)
             self.grads.append(grad)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shardwise.sharding.access import external_parameters
+from shardwise.sharding.blocks import holds_blocks
 from shardwise.sharding.policy import POLICIES, Policy
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 # Units that need not follow a module are merged up to this size: large enough that a collective's latency does not
 # count, small enough that several travel while the backward goes on.
 MERGED_NUMEL = 4 * 1024 * 1024
+# A larger module is never made a leaf because its submodules are small: it would all be in memory at once.
+MAX_LEAF_NUMEL = 1_000_000_000
 
 
 @dataclass
@@ -28,6 +31,7 @@ class UnitPlan:
     params: list[tuple[str, nn.Parameter]]
     dtype: torch.dtype
     policy: Policy
+    by_rows: bool = False
 
     @property
     def numel(self) -> int:
@@ -48,16 +52,16 @@ class ScopePlan:
 def plan_scopes(model: nn.Module, zero: ZeroSection) -> list[ScopePlan]:
     """The modules around which parameters are gathered, in the model's order; the model itself is the first.
 
-    A scope is a leaf module named in the configuration, or a member of a list of at least two modules of one class
-    (the model's blocks; its whole subtree is one scope, so that branches inside a block do not make ranks diverge),
-    or any other module that owns parameters itself.
+    A scope is a leaf module named in the configuration or found by ``stage3_module_granularity_threshold``, or a member
+    of a list of at least two modules of one class (the model's blocks; its whole subtree is one scope, so that branches
+    inside a block do not make ranks diverge), or any other module that owns parameters itself.
     """
-    leaves = zero.leaf_module
+    leaves, fine = zero.leaf_module, _fine_grained(model, zero.stage3_module_granularity_threshold)
     root = ScopePlan("", model)
     scopes = [root]
 
     def visit(module: nn.Module, name: str, is_block: bool) -> None:
-        whole = is_block or _is_leaf(module, name, leaves)
+        whole = is_block or id(module) in fine or _is_leaf(module, name, leaves)
         params = _named(module, name, recurse=whole)
         scope = root
         if module is not model and params:
@@ -66,7 +70,7 @@ def plan_scopes(model: nn.Module, zero: ZeroSection) -> list[ScopePlan]:
         scope.params.extend(params)
         if whole:
             return
-        blocks = _holds_blocks(module)
+        blocks = holds_blocks(module)
         for child_name, child in module.named_children():
             # A list inside a list is no block: it has no forward around which to gather.
             is_block = blocks and not isinstance(child, nn.ModuleList | nn.ModuleDict)
@@ -85,7 +89,11 @@ def plan_scopes(model: nn.Module, zero: ZeroSection) -> list[ScopePlan]:
 
 
 def plan_units(
-    scopes: list[ScopePlan], policy: Policy, zero: ZeroSection, low_dtype: torch.dtype | None
+    scopes: list[ScopePlan],
+    policy: Policy,
+    zero: ZeroSection,
+    low_dtype: torch.dtype | None,
+    by_rows: Collection[int] = (),
 ) -> list[UnitPlan]:
     """Cut the scopes' parameters into units.
 
@@ -99,6 +107,7 @@ def plan_units(
         policy: the row of the stage.
         zero: ``zero_optimization``.
         low_dtype: the dtype that fp16 or bf16 training casts floating-point parameters to.
+        by_rows: ids of parameters whose gradients are exchanged by rows; each is a unit of its own.
     """
     cap = min(zero.reduce_bucket_size, zero.allgather_bucket_size)
     seen: set[int] = set()
@@ -120,7 +129,10 @@ def plan_units(
                 persistent_left -= param.numel()
             pool, row, limit = (merged, resting, min(cap, MERGED_NUMEL)) if rests else (own, policy, cap)
             plan = pool.get(key)
-            if plan is None or plan.numel + param.numel() > limit:
+            if id(param) in by_rows and param.requires_grad:
+                plan = UnitPlan(name, [], dtype, row, by_rows=True)
+                plans.append(plan)
+            elif plan is None or plan.numel + param.numel() > limit:
                 plan = pool[key] = UnitPlan(name, [], dtype, row)
                 plans.append(plan)
             plan.params.append((name, param))
@@ -135,6 +147,24 @@ def _named(module: nn.Module, name: str, *, recurse: bool) -> list[tuple[str, nn
     return [(prefix + n, p) for n, p in module.named_parameters(recurse=recurse)]
 
 
+def _fine_grained(model: nn.Module, threshold: int) -> set[int]:
+    """The ids of the modules below the model that hold at most ``threshold`` parameters a submodule.
+
+    Submodules count, the module itself included, if they have parameters and are no mere containers.
+    """
+    if not threshold:
+        return set()
+    found = set()
+    for module in model.modules():
+        parts = [m for m in module.modules() if not isinstance(m, nn.ModuleList | nn.ModuleDict | nn.Sequential)]
+        counted = sum(any(True for _ in m.parameters()) for m in parts)
+        numel = sum(p.numel() for p in module.parameters())
+        is_tree = len(parts) > 1 and module in parts and module is not model
+        if is_tree and 0 < numel <= MAX_LEAF_NUMEL and numel // counted <= threshold:
+            found.add(id(module))
+    return found
+
+
 def _is_leaf(module: nn.Module, name: str, leaves: object) -> bool:
     classes: tuple[str, ...] = tuple(getattr(leaves, "classes", ()) or ())
     names: tuple[str, ...] = tuple(getattr(leaves, "names", ()) or ())
@@ -146,16 +176,3 @@ def _is_leaf(module: nn.Module, name: str, leaves: object) -> bool:
         or name in names
         or any(name.endswith(s) for s in suffixes)
     )
-
-
-def _holds_blocks(module: nn.Module) -> bool:
-    """Whether the module is a list of blocks: at least two members with parameters, all of one class."""
-    if not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
-        return False
-    members = [m for m in module.children() if _has_parameters(m)]
-    return len(members) > 1 and len({type(m) for m in members}) == 1
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    first: Iterator[nn.Parameter] = module.parameters()
-    return next(first, None) is not None

@@ -73,6 +73,7 @@ class Unit:
         mesh: the ranks.
         device: where the buffer lives.
         provisional: made by ``zero.Init``, before the engine cuts the model into its own units.
+        by_rows: one embedding weight, of whose gradient only the rows travel that are not zero.
 
     Attributes:
         master: this rank's slice in fp32 where the buffer's dtype is lower and the unit is trained, else None.
@@ -92,8 +93,10 @@ class Unit:
         device: torch.device,
         *,
         provisional: bool = False,
+        by_rows: bool = False,
     ) -> None:
         self.index = index
+        self.by_rows = by_rows
         self.provisional = provisional
         self.on_take_over: Callable[[], None] = lambda: None
         self.device = device

@@ -1,15 +1,29 @@
-"""Take the keys whose capability has not landed out of a config: inert values aside, others reported."""
+"""Take the keys that are not honoured out of a config: values that ask for nothing aside, others reported."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from shardwise.config.keys import Group, Key
-from shardwise.config.later_tools import TOOLS
-from shardwise.config.later_training import TRAINING
+from shardwise.config.keys import Group, Key, State
 from shardwise.config.problems import Path, Problems, mismatch, show
+from shardwise.config.table_tools import TOOLS
+from shardwise.config.table_training import TRAINING
 
-LATER = Group({**TRAINING, **TOOLS}, honoured=True)
+TABLE = Group({**TRAINING, **TOOLS}, honoured=True, state="not yet")
+
+
+@dataclass(frozen=True)
+class Reason:
+    """What becomes of a key that asks for something, and why."""
+
+    state: State = "not yet"
+    why: str = ""
+
+    def within(self, spec: Group | Key) -> Reason:
+        """The same, as a key or a section in it says it."""
+        return Reason(spec.state or self.state, spec.why or ("" if spec.state else self.why))
+
 
 _KIND_NAMES = {
     bool: "true or false",
@@ -63,7 +77,9 @@ class Stripper:
         self._problems = problems
         self._unknown = unknown
 
-    def strip(self, raw: Json, group: Group, path: Path = (), asleep: bool = False) -> tuple[Json, Json]:
+    def strip(
+        self, raw: Json, group: Group, path: Path = (), asleep: bool = False, reason: Reason = Reason()
+    ) -> tuple[Json, Json]:
         """Split an object.
 
         Args:
@@ -71,11 +87,13 @@ class Stripper:
             group: its row of the table.
             path: where the object stands.
             asleep: a switch above is off, so that nothing in it asks for anything.
+            reason: what becomes of what asks for something, by what holds the object.
 
         Returns:
             What is left for the honoured sections, and what is inert.
         """
-        asleep = asleep or self._settle(raw, group, path)
+        reason = reason.within(group)
+        asleep = asleep or self._settle(raw, group, path, reason)
         rest: Json = {}
         inert: Json = {}
         for name, value in raw.items():
@@ -90,19 +108,19 @@ class Stripper:
             elif value is None:
                 continue
             elif isinstance(spec, Key):
-                self._scalar(value, spec, here, asleep)
+                self._scalar(value, spec, here, asleep, reason.within(spec))
                 inert[name] = value
             elif not isinstance(value, dict):
                 self._problems.add(here, mismatch(value, "an object {...}"))
             else:
-                left, aside = self.strip(value, spec, here, asleep)
+                left, aside = self.strip(value, spec, here, asleep, reason)
                 if spec.honoured:
                     rest[name] = left
                 if aside or not spec.honoured:
                     inert[name] = aside
         return rest, inert
 
-    def _settle(self, raw: Json, group: Group, path: Path) -> bool:
+    def _settle(self, raw: Json, group: Group, path: Path, reason: Reason) -> bool:
         """Report a group that asks for something as a whole; return whether its keys need no further look."""
         if group.switch is not None:
             value = _state(raw, group)
@@ -110,23 +128,25 @@ class Stripper:
             if type(value) is not type(group.off[0]):
                 return True  # reported as a wrong type
             if raw and not is_inert(value, group.off):
-                self._later(switch, value, group.off)
+                self._report(switch, show(value), reason, group.off)
             return True
         if group.request or (group.open and raw):
-            self._problems.add(path, "this capability has not landed in shardwise yet; remove it", "later")
+            self._report(path, "this section", reason, ())
             return True
         return False
 
-    def _scalar(self, value: object, key: Key, path: Path, asleep: bool) -> None:
+    def _scalar(self, value: object, key: Key, path: Path, asleep: bool, reason: Reason) -> None:
         if not is_kind(value, key):
             self._problems.add(path, mismatch(value, describe(key)))
-        elif not asleep and not is_inert(value, key.inert):
-            self._later(path, value, key.inert)
+        elif not asleep and reason.state != "no effect" and not is_inert(value, key.inert):
+            self._report(path, show(value), reason, key.inert)
 
-    def _later(self, path: Path, value: object, inert: tuple[object, ...]) -> None:
+    def _report(self, path: Path, what: str, reason: Reason, inert: tuple[object, ...]) -> None:
+        if reason.state == "refused":
+            self._problems.add(path, f"{what} is refused: {reason.why}", "refused")
+            return
         instead = f" or write {show(inert[0])}" if inert else ""
+        needs = f" ({reason.why})" if reason.why else ""
         self._problems.add(
-            path,
-            f"{show(value)} asks for what has not landed in shardwise yet; remove the key{instead}",
-            "later",
+            path, f"{what} asks for what has not landed in shardwise yet{needs}; remove it{instead}", "later"
         )

@@ -1,8 +1,8 @@
-"""The known keys of monitoring, tuning, storage and data that have not landed, and their inert values."""
+"""The known keys of tuning, storage, data and compression that are not honoured."""
 
 from __future__ import annotations
 
-from shardwise.config.keys import Group, Key, flag, integer, items, number, switched, text
+from shardwise.config.keys import Group, flag, integer, items, not_yet, number, refused, switched, text
 
 _CURRICULUM = switched(
     curriculum_type=text(),
@@ -52,11 +52,7 @@ _COMPRESSION = Group(
 )
 
 
-TOOLS: dict[str, Key | Group] = {
-    "memory_breakdown": flag(),
-    "dump_state": flag(),
-    "log_level": text(),
-    "vocabulary_size": integer(),
+_SECTIONS: dict[str, Group] = {
     "flops_profiler": switched(
         profile_step=integer(1),
         module_depth=integer(-1),
@@ -65,21 +61,6 @@ TOOLS: dict[str, Key | Group] = {
         output_file=text(),
         recompute_fwd_factor=number(0.0),
     ),
-    "comms_logger": switched(verbose=flag(), prof_all=flag(True), debug=flag(), prof_ops=items([])),
-    "tensorboard": switched(output_path=text(""), job_name=text("DeepSpeedJobName")),
-    "csv_monitor": switched(output_path=text(""), job_name=text("DeepSpeedJobName")),
-    "wandb": switched(group=text(), team=text(), project=text("deepspeed")),
-    "comet": switched(
-        samples_log_interval=integer(100),
-        project=text(),
-        workspace=text(),
-        api_key=text(),
-        experiment_name=text(),
-        experiment_key=text(),
-        online=flag(),
-        mode=text(),
-    ),
-    "timers": Group({"throughput": Group({"enabled": flag(True, False), "synchronized": flag(True, False)})}),
     "checkpoint": Group(
         {
             "tag_validation": text("WARN", "Warn", "warn"),
@@ -91,11 +72,11 @@ TOOLS: dict[str, Key | Group] = {
                 {
                     "type": text(),
                     "decoupled": flag(),
-                    "io_buffer_size": integer(),
-                    "io_buffer_double": flag(),
+                    "io_buffer_size": integer(67108864),
+                    "io_buffer_double": flag(True),
                     "show_statistics": flag(),
                     "data_parallel": text(),
-                    "io_multiplier": integer(),
+                    "io_multiplier": integer(1),
                 },
                 request=True,
             ),
@@ -207,4 +188,34 @@ TOOLS: dict[str, Key | Group] = {
     ),
     "datastates_ckpt": Group(open=True),
     "quantize_training": switched(open=True),
+}
+
+_NOT_YET = {
+    "flops_profiler": "the profiler",
+    "checkpoint": "the checkpoint writer",
+    "aio": "offloading to NVMe",
+    "autotuning": "the planner",
+}
+
+_SAMPLES = "which samples a step sees is the script's choice; give the loop a loader that does this, and remove the key"
+_REFUSED = {
+    "elasticity": (
+        "batch sizes do not change behind your back; write train_batch_size, which keeps the batch at any number of "
+        "ranks, and start with `shardwise launch --nnodes MIN:MAX`"
+    ),
+    "data_efficiency": _SAMPLES,
+    "curriculum_learning": _SAMPLES,
+    "progressive_layer_drop": "it changes the model's forward; drop layers in the model itself, and remove the section",
+    "eigenvalue": "it only served quantize_training, which does not exist here; remove the section",
+    "sparse_attention": 'it needs kernels of its own; write "flashattention": {"enable": true} or remove the section',
+    "compression_training": "it changes the model; prune or quantize with torchao before initialize, and remove it",
+    "weight_quantization": "it changes the model's weights; quantize with torchao, and remove the section",
+    "nebula": "the service is gone; remove the section, checkpoints will be asynchronous by themselves",
+    "datastates_ckpt": "it is another library's checkpoint writer; remove the section",
+    "quantize_training": "it changes the model's weights in training; quantize with torchao, and remove the section",
+}
+
+TOOLS: dict[str, Group] = {
+    name: not_yet(group, _NOT_YET[name]) if name in _NOT_YET else refused(group, _REFUSED[name])
+    for name, group in _SECTIONS.items()
 }
