@@ -160,6 +160,6 @@ def test_fused_adam_subtracts_the_plain_direction_after_infinitely_many_steps() 
     """`_torch.fused_adam_`: no bias correction, and the counts stay."""
     grad, out = torch.tensor([3.0, -0.5]), torch.zeros(2)
     first, second, count = torch.zeros(2), torch.zeros(2), torch.tensor(torch.inf)
-    _torch.fused_adam_([out], [grad], [first], [second], [count], beta1=0.5, beta2=0.75, eps=0.1)
+    _torch.fused_adam_([out], [grad], [first], [second], [count], lr=1.0, beta1=0.5, beta2=0.75, eps=0.1)
     torch.testing.assert_close(out, -(0.5 * grad) / ((0.25 * grad**2).sqrt() + 0.1))
     assert torch.isinf(count) and torch.equal(grad, torch.tensor([3.0, -0.5]))

@@ -100,13 +100,14 @@ def fused_adam_(
     exp_avg_sqs: list[torch.Tensor],
     steps: list[torch.Tensor],
     *,
+    lr: float,
     beta1: float,
     beta2: float,
     eps: float,
     found_inf: torch.Tensor | None = None,
 ) -> None:
-    """Torch's fused Adam kernel alone, with a rate of 1 and without decay: the counts in ``steps`` stay as given."""
+    """Torch's fused Adam kernel alone, without decay: the counts in ``steps`` stay as given."""
     kernel: Callable[..., None] = torch._fused_adam_
-    settings = {"lr": 1.0, "beta1": beta1, "beta2": beta2, "weight_decay": 0.0, "eps": eps}
+    settings = {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": 0.0, "eps": eps}
     rest = {"amsgrad": False, "maximize": False, "grad_scale": None, "found_inf": found_inf}
     kernel(params, grads, exp_avgs, exp_avg_sqs, [], steps, **settings, **rest)
