@@ -197,6 +197,7 @@ def zero(**keys: Any) -> dict[str, Any]:
             {"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 5000}}},
         ),
         ("gradient_clipping: absent", {}, {"gradient_clipping": 1.0}),
+        ("gradient_clipping: absent", {}, {"optimizer": {"type": "Lamb", "params": {"max_grad_norm": 2.0}}}),
         ("gradient_clipping: 0 clips nothing", {"gradient_clipping": 0}, {"gradient_clipping": 1.0}),
         ("optimizer: absent", {}, {"optimizer": {"type": "AdamW"}}),
         ("steps_per_print: absent", {}, {"steps_per_print": 10}),
@@ -213,6 +214,14 @@ def test_advice_is_given_where_it_applies_and_only_there(
 ) -> None:
     assert any(line.startswith(starts) for line in advised(**given).splitlines()), advised(**given)
     assert starts not in advised(**without)
+
+
+def test_clipping_by_the_optimizer_is_derived(tmp_path: Path) -> None:
+    lamb = {"type": "Lamb", "params": {"max_grad_norm": 2.0}}
+    result = explained(tmp_path, {"train_batch_size": 1, "optimizer": lamb}, "--json")
+    rows = {row["key"]: row for row in json.loads(result.stdout)["keys"]}
+    assert (rows["gradient_clipping"]["value"], rows["gradient_clipping"]["origin"]) == (2.0, "derived")
+    assert rows["optimizer.params.max_grad_norm"]["value"] == 2.0
 
 
 def test_memory_decides_whether_stage_3_is_needed(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardwise.cli.model_facts import ModelFacts
+from shardwise.config.explain import clipped_by_the_optimizer
 from shardwise.config.says import low_precision, world_size
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def _rates(config: Config) -> Iterator[str]:
 
 
 def _habits(config: Config) -> Iterator[str]:
-    if "gradient_clipping" not in config.written:
+    if "gradient_clipping" not in config.written and not clipped_by_the_optimizer(config):
         yield (
             "gradient_clipping: absent; gradients are clipped to a norm of 1 (DeepSpeed's default since June 2026; "
             "before, it did not clip). Write the value that you mean, 0 for none"

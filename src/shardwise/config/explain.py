@@ -26,8 +26,13 @@ _ARGUMENTS = {
     "momentum": "decay of the running mean of the gradient",
     "adam_w_mode": "whether weight decay acts on the weights (AdamW) or on the gradient",
     "bias_correction": "whether the running means are corrected for their start at zero",
-    "torch_adam": "there is one Adam here, torch's",
-    "max_grad_norm": "gradients are scaled down to this norm, as with gradient_clipping",
+    "max_coeff": "the largest ratio of the norms of a parameter and of its direction",
+    "min_coeff": "the smallest ratio of the norms of a parameter and of its direction",
+    "eps_inside_sqrt": "whether eps is added under the root",
+    "muon_lr": "the learning rate of hidden matrices",
+    "adam_lr": "the learning rate of what is no hidden matrix",
+    "ns_method": "the iteration that makes a matrix orthogonal",
+    "max_grad_norm": "gradients are scaled down to this norm, as by gradient_clipping",
     "total_num_steps": "optimizer steps of the whole schedule",
     "warmup_num_steps": "optimizer steps of the warm-up",
     "warmup_min_lr": "the rate that the warm-up starts from",
@@ -35,6 +40,11 @@ _ARGUMENTS = {
     "warmup_type": "the shape of the warm-up",
     "last_batch_iteration": "the step that the schedule goes on from",
 }
+_ARGUMENTS_WITHOUT_EFFECT = {
+    "torch_adam": "there is one Adam here, torch's",
+    "fp32_optimizer_states": "the state has the dtype of the weights that are stepped",
+}
+CLIPPING = "gradient_clipping"
 
 
 @dataclass(frozen=True)
@@ -44,7 +54,7 @@ class Row:
     Attributes:
         key: its JSON path.
         value: what is in force.
-        origin: where the value came from; ``derived``: from the batch identity.
+        origin: where the value came from; ``derived``: from other keys (the batch sizes from each other).
         state: what becomes of it in this run.
         line: what it does, or why it does nothing.
     """
@@ -76,7 +86,15 @@ def _origin(config: Config, key: str) -> Origin:
     # A list is written whole, an object key by key.
     if key in config.written or any(path.startswith((f"{key}[", f"{key}.")) for path in config.written):
         return "file"
+    if key == CLIPPING and clipped_by_the_optimizer(config):
+        return "derived"
     return "default"
+
+
+def clipped_by_the_optimizer(config: Config) -> bool:
+    """Whether the norm that gradients are clipped to is written among the optimizer's arguments only."""
+    given = config.optimizer.params.get("max_grad_norm") if config.optimizer is not None else None
+    return bool(given) and CLIPPING not in config.written
 
 
 def _batch_row(config: Config, key: str) -> Row:
@@ -117,6 +135,9 @@ def _argument_rows(config: Config, section: str, kind: str, params: Mapping[str,
     defaults = {n: f.default for n, f in model.model_fields.items() if not f.is_required()} if model else {}
     for name, value in {**defaults, **params}.items():
         key = f"{section}.params.{name}"
+        if section == "optimizer" and name in _ARGUMENTS_WITHOUT_EFFECT:
+            yield Row(key, value, _origin(config, key), "no effect", _ARGUMENTS_WITHOUT_EFFECT[name])
+            continue
         yield Row(key, value, _origin(config, key), "honoured", _ARGUMENTS.get(name, f"an argument of {kind}"))
 
 

@@ -100,7 +100,7 @@ class TopLevel(Section):
         int | None, BeforeValidator(Integer(1)), Says("only checked: a multiple of 8 is faster on GPUs")
     ] = None
     zero_allow_untested_optimizer: Annotated[
-        Bool, Says("whether an optimizer is taken that is not known to step each element by itself")
+        Bool, Says("whether an optimizer class that nobody has tested here is taken; it gets whole parameters")
     ] = False
     zero_force_ds_cpu_optimizer: Annotated[
         Bool, Says("there is one implementation of each optimizer, torch's where it has one", no_effect=True)
