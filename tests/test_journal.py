@@ -334,4 +334,4 @@ def test_a_tracker_that_cannot_start_stops_all_ranks(ranks: RankPools, tmp_path:
     (tmp_path / "file").write_text("")
     first, second = ranks(2).run(cannot_write, str(tmp_path / "file"))
     assert first.startswith("csv_monitor.output_path: cannot write to")
-    assert second.startswith("rank 0 could not start a tracker")
+    assert second == f"rank 0 could not start a tracker: {first}"

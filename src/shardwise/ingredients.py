@@ -52,7 +52,8 @@ def check_arguments(model: Any, optimizer: Any, lr_scheduler: Any, mpu: Any, mes
 def gradient_arguments(config: Config, mesh: Mesh) -> dict[str, Any]:
     """What the configuration says of the dtypes and the division of gradients, for a :class:`ShardedModel`."""
     low = model_dtype(config)
-    wire = torch_dtype(config.communication_data_type) if config.communication_data_type else None
+    travels = config.communication_data_type is not None and mesh.world.size > 1
+    wire = torch_dtype(str(config.communication_data_type)) if travels else None
     masters = not config.bf16.bf16_master_weights_and_grads
     accumulate = config.data_types.grad_accum_dtype
     # Without fp32 masters nothing would read what fp32 sums keep.

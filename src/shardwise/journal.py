@@ -7,10 +7,9 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-import torch
-
 from shardwise import _torch
 from shardwise.dist import Mesh
+from shardwise.dist.words import from_first
 from shardwise.errors import ConfigError
 from shardwise.messages import logger
 from shardwise.meter import Meter
@@ -155,12 +154,11 @@ class Journal:
                 self.recorder.start(configured(self._config), recorded)
             except ConfigError as failed:
                 error = failed
-        failures = torch.tensor([float(error is not None)], device=self._device)
-        self._mesh.world.sum_small(failures, "start of the trackers")
+        said = from_first(self._mesh.world, "" if error is None else str(error), self._device, "start of the trackers")
         if error is not None:
             raise error
-        if failures.item():
-            raise ConfigError("rank 0 could not start a tracker; its own message says which and why.")
+        if said:
+            raise ConfigError(f"rank 0 could not start a tracker: {said}")
 
     def _rates(self) -> dict[str, float]:
         """Throughput, memory and times since they were last recorded."""

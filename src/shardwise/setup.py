@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import random
-from collections.abc import Callable, Iterable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from shardwise import _torch
+from shardwise.agreed import require_same_config
 from shardwise.data import build_loader
 from shardwise.dist import Mesh, init_distributed
 from shardwise.dist.mesh import default_device
@@ -50,6 +52,8 @@ def initialize(
     config: Any = None,
     mesh_param: Any = None,
     config_params: Any = None,
+    *,
+    auto: Mapping[str, object] | None = None,
 ) -> tuple[Engine, ShardedOptimizer | None, DataLoader[Any] | None, LRScheduler | None]:
     """Shard a model as a ds_config says, and wrap it in an engine. All ranks must call this.
 
@@ -69,6 +73,9 @@ def initialize(
         config: path, dict, base64 text, or a :class:`Config`.
         mesh_param: model-parallel mesh; has not landed.
         config_params: another name of ``config``.
+        auto: what an ``"auto"`` in the configuration becomes, by JSON path: ``{"optimizer.params.lr": 1e-4}``. Bucket
+            sizes are filled by themselves (from ``model.config.hidden_size`` where there is one), as are
+            ``fp16.enabled`` and ``bf16.enabled`` (from the parameters' dtype).
 
     Returns:
         The engine, its optimizer, its loader, its schedule; the last three None where there is none.
@@ -84,7 +91,8 @@ def initialize(
     if dist_init_required is not False:
         init_distributed()
     device = _device_of(model)
-    settings = _load(source, model)
+    with warned_once():
+        settings = _load(source, model, auto or {})
     check_packages(settings)  # these two here, because they may refuse: nothing has been changed yet
     scaler = build_scaler(settings.fp16)
     zero = settings.zero_optimization
@@ -95,6 +103,11 @@ def initialize(
         secondary_size=zero.zero_hpz_partition_size,
         timeout=timedelta(seconds=settings.communication_timeout),
     )
+    try:
+        require_same_config(settings, mesh.world, device)
+    except ConfigError:
+        mesh.close()
+        raise
     sharded = None
     undo = contextlib.ExitStack()  # what `destroy` takes back, or an error here
     try:
@@ -125,7 +138,8 @@ def initialize(
                 sub_group_size=zero.sub_group_size,
                 allow_untested=settings.zero_allow_untested_optimizer,
             )
-        schedule = make_scheduler(lr_scheduler, settings, wrapped)
+        with warned_once():
+            schedule = make_scheduler(lr_scheduler, settings, wrapped)
         loader = None
         if training_data is not None:
             loader = build_loader(
@@ -173,18 +187,42 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Any:
     return given[0][1]
 
 
-def _load(source: Any, model: nn.Module) -> Config:
+@contextlib.contextmanager
+def warned_once() -> Iterator[None]:
+    """Warnings about the configuration are the first rank's to give, and blame the caller of ``initialize``."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        for warning in caught:
+            warnings.warn(warning.message, warning.category, stacklevel=4)
+
+
+def _load(source: Any, model: nn.Module, given: Mapping[str, object]) -> Config:
     from shardwise.config import Config  # not at import time: pydantic costs more than all the rest of this library
 
     world_size = dist.get_world_size() if dist.is_initialized() else 1
-    if isinstance(source, Config):
-        source = source.as_dict()
     dtypes = {p.dtype for p in model.parameters()}
     auto: Mapping[str, object] = {
         "bf16.enabled": torch.bfloat16 in dtypes,
         "fp16.enabled": torch.float16 in dtypes,
+        **_width_sizes(model),
+        **given,
     }
-    return Config.load(source, world_size=world_size, auto=auto)
+    if not isinstance(source, Config):
+        return Config.load(source, world_size=world_size, auto=auto)
+    # Read again, because the number of ranks may be another; what was written and filled in stays known.
+    loaded = Config.load(source.as_dict(), world_size=world_size)
+    return loaded.model_copy(update={"written": source.written, "filled": source.filled})
+
+
+def _width_sizes(model: nn.Module) -> dict[str, object]:
+    from shardwise.config.auto import of_width
+
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if callable(getattr(config, "get_text_config", None)) else config
+    hidden = getattr(text, "hidden_size", None)
+    return of_width(hidden) if isinstance(hidden, int) and hidden > 0 else {}
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from shardwise.cli import app
 from shardwise.cli.advice import GIB, Machine, advise
 from shardwise.cli.model_facts import ModelFacts, read_model
 from shardwise.config import Config
+from shardwise.config.explain import explain
 from shardwise.errors import ConfigError
 from tests.config.configs import NAMES, WORLD_SIZE, real_config
 
@@ -111,6 +115,103 @@ def test_auto_is_filled_from_the_model_and_from_the_command_line(tmp_path: Path)
     assert missing.exit_code == 1 and 'optimizer.params.lr: "auto" was left without a value' in missing.stderr
 
 
+def test_what_was_typed_and_fills_nothing_is_an_error(tmp_path: Path) -> None:
+    for typed in ("optimizer.params.lrr=5", "seed=9"):
+        result = explained(tmp_path, AUTO, "--auto", "optimizer.params.lr=1", "--auto", typed)
+        assert result.exit_code == 1
+        assert f"--auto {typed.split('=')[0]}: the file has no" in result.stderr
+
+
+@pytest.mark.parametrize("memory", ["inf", "nan"])
+def test_memory_is_a_number(tmp_path: Path, memory: str) -> None:
+    result = explained(tmp_path, CONFIG, "--world-size", "4", "--memory", memory)
+    assert (
+        result.exit_code != 0 and "Traceback" not in result.output and not isinstance(result.exception, OverflowError)
+    )
+
+
+def test_any_text_can_be_shown(tmp_path: Path) -> None:
+    strange = {"train_batch_size": 1, "csv_monitor": {"job_name": "\ud800 é"}}
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(strange))
+    for options in ([], ["--json"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "shardwise.cli", "explain", str(path), *options],
+            env=os.environ | {"PYTHONIOENCODING": "ascii"},
+            capture_output=True,
+            check=False,
+            timeout=60,
+        )
+        assert done.returncode == 0 and b"csv_monitor.job_name" in done.stdout, done.stderr
+
+
+ROWS: list[tuple[dict[str, Any], str, str, str]] = [
+    ({"wall_clock_breakdown": True}, "steps_per_print", "honoured", "a log line every 10 steps"),
+    ({"steps_per_print": 5, "log_level": "error"}, "steps_per_print", "honoured", "hidden by log_level error"),
+    (
+        {"optimizer": {"type": "AdamW", "params": {"adam_w_mode": False}}},
+        "optimizer.params.adam_w_mode",
+        "no effect",
+        "write type Adam",
+    ),
+    (
+        {"fp16": {"enabled": True}, "prescale_gradients": True, "gradient_predivide_factor": 4},
+        "gradient_predivide_factor",
+        "no effect",
+        "only for fp16 gradients",
+    ),
+    (
+        {"activation_checkpointing": {"enabled": False, "partition_activations": True}},
+        "activation_checkpointing.partition_activations",
+        "no effect",
+        "only when blocks are checkpointed",
+    ),
+    (
+        {"bf16": {"enabled": True}, "managed_gradient_accumulation": False},
+        "data_types.grad_accum_dtype",
+        "honoured",
+        "add up in fp32",
+    ),
+    (
+        {
+            "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True},
+            "gradient_accumulation_steps": 2,
+        },
+        "data_types.grad_accum_dtype",
+        "honoured",
+        "add up in bf16",
+    ),
+    (
+        {"zero_optimization": {"stage": 1, "reduce_scatter": False}},
+        "zero_optimization.stage",
+        "honoured",
+        "all-reduced",
+    ),
+    ({"zero_optimization": {"stage": 3}, "sparse_gradients": True}, "sparse_gradients", "no effect", "below stage 3"),
+    (
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": None}}},
+        "scheduler.params.warmup_max_lr",
+        "honoured",
+        "ends at the optimizer's lr",
+    ),
+]
+
+
+@pytest.mark.parametrize(("keys", "key", "state", "words"), ROWS)
+def test_a_row_tells_what_happens_in_this_run(keys: dict[str, Any], key: str, state: str, words: str) -> None:
+    config = Config.load({"train_micro_batch_size_per_gpu": 1, **keys}, world_size=2)
+    row = next(row for row in explain(config) if row.key == key)
+    assert row.state == state and words in row.line, row
+
+
+def test_secrets_are_shown_nowhere() -> None:
+    config = Config.load({"train_batch_size": 1, "comet": {"api_key": "hush"}})
+    assert "hush" not in repr(config) and "hush" not in str(explain(config))
+    with pytest.raises(ConfigError) as caught:
+        Config.load({"train_batch_size": 1, "comet": {"api_key": ["hush"]}})
+    assert "comet.api_key: a list; expected a string" in str(caught.value) and "hush" not in str(caught.value)
+
+
 def test_the_size_of_a_model_is_read_from_its_files(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(3, 4), "b": torch.zeros(5)}, str(tmp_path / "model.safetensors"))
     assert read_model(tmp_path / "model.safetensors").params == 17
@@ -126,6 +227,9 @@ def test_the_size_of_a_model_is_read_from_its_files(tmp_path: Path) -> None:
         ("x.json", "{", "cannot be read as JSON"),
         ("x.json", "{}", "neither a Hugging Face config.json nor"),
         ("x.json", '{"model_type": "no-such-model"}', "transformers cannot build"),
+        ("x.json", '{"model_type": "llama", "num_attention_heads": 0}', "transformers cannot build"),
+        ("x.json", "[" * 100_000, "cannot be read as JSON"),
+        ("x.json", "9" * 6000, "cannot be read as JSON"),
         ("x.safetensors", "no tensors", "cannot be read as safetensors"),
         ("gone.json", None, "no such file"),
     ],
@@ -190,6 +294,16 @@ def zero(**keys: Any) -> dict[str, Any]:
                 "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
                 "scheduler": {"type": "WarmupLR", "params": {}},
             },
+        ),
+        (
+            "scheduler.params.warmup_max_lr: 5e-05 overrides optimizer.params.lr 0.001",
+            {"optimizer": {"type": "AdamW"}, "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 5e-5}}},
+            {"optimizer": {"type": "AdamW"}, "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3}}},
+        ),
+        (
+            "log_level: error hides",
+            {"steps_per_print": 5, "log_level": "error"},
+            {"steps_per_print": 5, "log_level": "info"},
         ),
         (
             "scheduler.params.warmup_num_steps: 1000 of 500",

@@ -127,6 +127,19 @@ def test_values_of_the_script() -> None:
     Recorder().write_events([("Eval/loss", 3, 8)])  # a rank without trackers
 
 
+def test_values_of_the_script_are_those_of_their_moment() -> None:
+    tracker = Memory()
+    recorder = started(tracker)
+    running = torch.zeros(1)
+    for samples in (1, 2, 3):
+        running += 1
+        recorder.write_events([("mine", running, samples)])
+    with pytest.raises(ConfigError, match=r"mine has the shape \(2,\); give one number"):
+        recorder.write_events([("mine", torch.zeros(2), 4)])
+    recorder.close()
+    assert tracker.logged() == [(1, {"mine": 1.0}), (2, {"mine": 2.0}), (3, {"mine": 3.0})]
+
+
 def test_values_that_have_not_arrived_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     class Shipment(module._Shipment):
         here = False

@@ -117,9 +117,7 @@ def test_an_overflow_at_the_minimum_is_an_error_that_says_what_to_do():
     scaler = build_scaler(Fp16(initial_scale_power=1, hysteresis=1))
     scaler.update(True)
     assert scaler.scale == 1
-    with pytest.raises(
-        LossScaleError, match=r"already at its minimum \(fp16\.min_loss_scale = 1\)"
-    ) as caught:
+    with pytest.raises(LossScaleError, match=r"already at its minimum \(fp16\.min_loss_scale = 1\)") as caught:
         scaler.update(True)
     assert isinstance(caught.value, ShardwiseError)
 

@@ -148,7 +148,7 @@ def test_tied_weights_are_in_one_unit_once(stage: int) -> None:
 
 
 @pytest.mark.parametrize("key", ["reduce_bucket_size", "allgather_bucket_size"])
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [1, 3])
 def test_bucket_caps(stage: int, key: str) -> None:
     up = 2 * WIDTH * WIDTH
     assert max(u.numel for u in units_of(Stack(), stage, **{key: up})) == up
@@ -158,6 +158,11 @@ def test_bucket_caps(stage: int, key: str) -> None:
     ], "a parameter that is larger travels alone"
     assert all(u.numel < up for u in units if len(u.params) > 1)
     assert all(len(u.params) == 1 for u in units_of(Stack(), stage, **{key: 1}))
+
+
+def test_nothing_is_gathered_at_stage_0() -> None:
+    assert len(units_of(Stack(), 0, allgather_bucket_size=1)) == 1
+    assert all(len(u.params) == 1 for u in units_of(Stack(), 0, reduce_bucket_size=1))
 
 
 def test_merged_units_have_a_size_of_their_own() -> None:

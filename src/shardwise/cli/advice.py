@@ -80,7 +80,10 @@ def _sizes(config: Config, machine: Machine, model: ModelFacts | None) -> Iterat
     for name in ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size"):
         size, key = getattr(zero, name), f"zero_optimization.{name}"
         if key in config.written and size > model.params:
-            yield f"{key}: {size:,} elements is more than the whole model ({model.params:,}): one bucket cannot overlap"
+            yield (
+                f"{key}: {size:,} elements is more than the whole model ({model.params:,}); it is an upper bound only: "
+                + ("at stage 3 units follow the model's blocks" if zero.stage == 3 else "units are cut at 4,194,304")
+            )
 
 
 def _state_bytes(config: Config, params: int, ranks: int, stage: int) -> int:
@@ -94,7 +97,7 @@ def _rates(config: Config) -> Iterator[str]:
     if config.scheduler is None:
         return
     params, kind = config.scheduler.params, config.scheduler.type
-    lr = config.optimizer.params.get("lr") if config.optimizer is not None else None
+    lr = None if config.optimizer is None else config.optimizer.params.get("lr", _default_lr(config.optimizer.type))
     top = params.get("warmup_max_lr", 0.001 if kind == "WarmupDecayLR" else None)
     if kind in ("WarmupLR", "WarmupDecayLR") and top is not None and lr is not None and top != lr:
         written = "" if "warmup_max_lr" in params else ", its default,"
@@ -102,6 +105,16 @@ def _rates(config: Config) -> Iterator[str]:
     warmup, total = params.get("warmup_num_steps", 1000), params.get("total_num_steps")
     if kind in ("WarmupDecayLR", "WarmupCosineLR") and total is not None and warmup >= total:
         yield f"scheduler.params.warmup_num_steps: {warmup} of {total} steps are warm-up; the rate never comes down"
+
+
+def _default_lr(optimizer: str) -> float:
+    """The rate of an optimizer whose arguments name none."""
+    import inspect
+
+    import torch
+
+    parameter = inspect.signature(getattr(torch.optim, optimizer, torch.optim.AdamW)).parameters["lr"]
+    return float(parameter.default)
 
 
 def _habits(config: Config) -> Iterator[str]:
@@ -114,8 +127,10 @@ def _habits(config: Config) -> Iterator[str]:
         yield "gradient_clipping: 0 clips nothing; one bad batch can end a run of a transformer"
     if config.optimizer is None:
         yield "optimizer: absent; the script has to give one to shardwise.initialize"
-    if config.steps_per_print is None:
+    if config.steps_per_print is None and not config.wall_clock_breakdown:
         yield "steps_per_print: absent; there will be no log lines"
+    if config.steps_per_print is not None and config.log_level in ("warning", "error", "critical"):
+        yield f"log_level: {config.log_level} hides the log lines that steps_per_print asks for"
     if config.zero_optimization.stage >= 2 and config.gradient_accumulation_steps > 1 and world_size(config) > 1:
         yield (
             f"gradient_accumulation_steps: stage {config.zero_optimization.stage} reduces in each of the "

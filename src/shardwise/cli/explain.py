@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+import math
+import sys
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -34,6 +37,7 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
 ) -> None:
     """Show what each key of a ds_config.json does: value, where it came from, state; then warnings."""
+    _speak_any_text()
     from shardwise.cli.advice import GIB, advise, this_machine
     from shardwise.cli.model_facts import read_model
     from shardwise.config import Config
@@ -42,21 +46,26 @@ def command(
 
     try:
         facts = None if model is None else read_model(model)
-        given = {**(facts.auto() if facts else {}), **_assignments(auto or [])}
+        assigned = _assignments(auto or [])
+        given = {**(facts.auto() if facts else {}), **assigned}
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             loaded = Config.load(config, world_size=world_size, auto=given)
+        _refuse_unused(assigned, loaded.filled)
     except ConfigError as error:
         if as_json:
-            typer.echo(json.dumps({"errors": _problem_lines(error)}, indent=2, ensure_ascii=False))
+            typer.echo(json.dumps({"errors": _problem_lines(error)}, indent=2))
         else:
             typer.echo(f"shardwise explain: {error}", err=True)
         raise typer.Exit(1) from None
     rows = explain(loaded)
+    if memory is not None and not math.isfinite(memory):
+        typer.echo(f"shardwise explain: --memory: {memory} is no number of GiB", err=True)
+        raise typer.Exit(1)
     machine = this_machine(None if memory is None else int(memory * GIB))
     told = [str(w.message) for w in caught] + advise(loaded, machine, facts)
     if as_json:
-        typer.echo(json.dumps({"keys": [vars(row) for row in rows], "warnings": told}, indent=2, ensure_ascii=False))
+        typer.echo(json.dumps({"keys": [vars(row) for row in rows], "warnings": told}, indent=2, ensure_ascii=True))
         return
     _print(rows if show_all else [row for row in rows if _worth_a_line(row, rows)], told)
 
@@ -78,9 +87,27 @@ def _assignments(given: list[str]) -> dict[str, object]:
             raise ConfigError(f"--auto: {item!r} is not PATH=VALUE, as in optimizer.params.lr=1e-4")
         try:
             values[path] = json.loads(text)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             values[path] = text
     return values
+
+
+def _refuse_unused(assigned: dict[str, object], filled: dict[str, Any]) -> None:
+    """Nothing that was typed goes without a word."""
+    from shardwise.config.names import close_name
+    from shardwise.errors import ConfigError
+
+    unused = [path for path in assigned if path not in filled]
+    if unused:
+        hint = close_name(unused[0], filled) or '; it fills what is "auto" in the file, and nothing else'
+        raise ConfigError(f'--auto {unused[0]}: the file has no "auto" there{hint}')
+
+
+def _speak_any_text() -> None:
+    """Names in a configuration may hold what the terminal's encoding does not."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _worth_a_line(row: Row, rows: list[Row]) -> bool:
@@ -97,8 +124,6 @@ def _worth_a_line(row: Row, rows: list[Row]) -> bool:
 
 
 def _print(rows: list[Row], told: list[str]) -> None:
-    import sys
-
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

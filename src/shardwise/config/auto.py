@@ -31,6 +31,15 @@ DEFAULTED: dict[str, object] = {
 }
 
 
+def of_width(hidden: int) -> dict[str, object]:
+    """What "auto" bucket sizes become for a model of this width: the sizes that Hugging Face's integration fills in."""
+    return {
+        "zero_optimization.reduce_bucket_size": hidden**2,
+        "zero_optimization.stage3_prefetch_bucket_size": int(0.9 * hidden**2),
+        "zero_optimization.stage3_param_persistence_threshold": 10 * hidden,
+    }
+
+
 class Auto:
     """The "auto" values of one config.
 
@@ -90,7 +99,8 @@ class Auto:
             name = format_path(path)
             self._problems.add(
                 path,
-                f'"auto" was left without a value; write {_expected(path)}, or give it with auto={{{show(name)}: ...}}',
+                f'"auto" was left without a value; write {_expected(path)}, or fill it in: --auto {name}=VALUE on the '
+                f"command line, auto={{{show(name)}: VALUE}} in Python",
             )
 
 

@@ -75,6 +75,8 @@ def _contradiction(train: int, micro: int, gas: int, world_size: int, problems: 
         fits.append(f"{MICRO} {train // (gas * world_size)}")
     if train % (micro * world_size) == 0:
         fits.append(f"{GAS} {train // (micro * world_size)}")
+    if train % (micro * gas) == 0:
+        fits.append(f"{train // (micro * gas)} ranks")
     problems.add(
         (TRAIN,),
         f"{train} is not {micro} ({MICRO}) x {gas} ({GAS}) x {world_size} (world size) = {product}; "

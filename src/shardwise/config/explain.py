@@ -20,7 +20,7 @@ SECRET = "(not shown)"
 
 _ARGUMENTS = {
     "lr": "the learning rate of every group that names none",
-    "betas": "decay of the running means of the gradient and of its square",
+    "betas": "decay of the running means",
     "eps": "added to the denominator",
     "weight_decay": "how far each step shrinks the weights",
     "momentum": "decay of the running mean of the gradient",
@@ -135,10 +135,17 @@ def _argument_rows(config: Config, section: str, kind: str, params: Mapping[str,
     defaults = {n: f.default for n, f in model.model_fields.items() if not f.is_required()} if model else {}
     for name, value in {**defaults, **params}.items():
         key = f"{section}.params.{name}"
-        if section == "optimizer" and name in _ARGUMENTS_WITHOUT_EFFECT:
-            yield Row(key, value, _origin(config, key), "no effect", _ARGUMENTS_WITHOUT_EFFECT[name])
-            continue
-        yield Row(key, value, _origin(config, key), "honoured", _ARGUMENTS.get(name, f"an argument of {kind}"))
+        why = _without_effect(kind, name, value) if section == "optimizer" else None
+        line = _ARGUMENTS.get(name, f"an argument of {kind}")
+        if name == "warmup_max_lr" and value is None:
+            line = "the warm-up ends at the optimizer's lr"
+        yield Row(key, value, _origin(config, key), "no effect" if why else "honoured", why or line)
+
+
+def _without_effect(kind: str, name: str, value: Any) -> str | None:
+    if name == "adam_w_mode" and value is False and kind == "AdamW":
+        return "AdamW is AdamW, as upstream; write type Adam"
+    return _ARGUMENTS_WITHOUT_EFFECT.get(name)
 
 
 def _table_rows(config: Config, group: Group, prefix: str, values: Any, reason: Reason) -> Iterator[Row]:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 from pydantic_core import PydanticCustomError
 
-from shardwise.config.problems import mismatch, show
+from shardwise.config.problems import kind_of, mismatch, show
 
 MAX_INT = 2**63 - 1
 MAX_NUMBER = 3.4028235e38
@@ -128,6 +128,19 @@ class Text:
         if value.lower() not in self.choices:
             raise refuse(f"{show(value)} is not a choice; expected {self.what}")
         return self.choices[value.lower()]
+
+
+@dataclass(frozen=True)
+class Secret:
+    """A string that is never shown."""
+
+    what: str = "a string (the value is not shown)"
+
+    def __call__(self, value: object) -> str:
+        """Return the value, or refuse it without a word about it."""
+        if not isinstance(value, str):
+            raise refuse(f"{kind_of(value)}; expected {self.what}")
+        return value
 
 
 @dataclass(frozen=True)

@@ -66,10 +66,6 @@ SEVERAL_RANKS = When("only with several ranks", lambda c: world_size(c) > 1)
 WINDOWS = When("only with several micro-steps a window", lambda c: c.gradient_accumulation_steps > 1)
 STAGE_3 = When("only at zero_optimization.stage 3", lambda c: c.zero_optimization.stage == 3)
 SHARDED = When("only from zero_optimization.stage 1 on", lambda c: c.zero_optimization.stage > 0)
-BELOW_STAGE_3 = When(
-    "only at zero_optimization.stage 1 and 2: stage 3 gathers where parameters are used",
-    lambda c: c.zero_optimization.stage in (1, 2),
-)
 FP16 = When("only with fp16.enabled", lambda c: c.fp16.enabled)
 DYNAMIC_SCALE = When("only with fp16.enabled and loss_scale 0", lambda c: c.fp16.enabled and not c.fp16.loss_scale)
 BF16 = When("only with bf16.enabled", lambda c: c.bf16.enabled)

@@ -114,11 +114,20 @@ class Recorder:
         """Record values of the script's own, as upstream's ``engine.monitor`` does.
 
         Args:
-            event_list: name, value (a number or a 0-d tensor) and where on the x axis: usually the global samples.
+            event_list: name, value (a number or a tensor of one element) and where on the x axis: usually the global
+                samples. A value on a GPU is not waited for.
+
+        Raises:
+            ConfigError: a value is not one number.
         """
         for name, value, samples in event_list:
-            tensor = isinstance(value, torch.Tensor)
-            on_device, known = ({name: value.detach()}, {}) if tensor else ({}, {name: float(value)})
+            if isinstance(value, torch.Tensor) and value.numel() != 1:
+                raise ConfigError(f"monitor.write_events: {name} has the shape {tuple(value.shape)}; give one number.")
+            on_device, known = {}, {}
+            if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+                on_device[name] = value.detach().reshape(()).clone()  # the script may go on adding to it
+            else:
+                known[name] = float(value)
             self.add(Entry(samples, on_device, known, settled=True))
 
     def tick(self) -> None:

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from shardwise.errors import ConfigError, NotYetSupported
+from shardwise.errors import ConfigError
 
 _DTYPES = {
     "fp64": torch.float64,
@@ -99,25 +99,17 @@ def autocast_context(config: PrecisionConfig, device_type: str) -> contextlib.Ab
     """A new context for one forward: ``torch.autocast`` as the config asks, or nothing when off.
 
     Args:
-        config: the configuration; ``torch_autocast.dtype`` null means torch's own default for the device.
+        config: the configuration; ``torch_autocast.dtype`` null means bfloat16, which needs no loss scale (torch's own
+            default is float16 on a GPU).
         device_type: ``"cpu"`` or ``"cuda"``.
 
     Raises:
         ConfigError: a dtype that autocast does not have.
-        NotYetSupported: ``lower_precision_safe_modules`` is given.
     """
     section = config.torch_autocast
     if not section.enabled:
         return contextlib.nullcontext()
-    if section.lower_precision_safe_modules:
-        raise NotYetSupported(
-            "torch_autocast.lower_precision_safe_modules: gradients are reduced in communication_data_type, "
-            "the same for all modules. Remove the key; torch.autocast itself chooses per operation."
-        )
-    if section.dtype is None:
-        dtype = torch.get_autocast_dtype(device_type)
-    else:
-        dtype = torch_dtype(section.dtype, "torch_autocast.dtype")
+    dtype = torch_dtype(section.dtype or "bf16", "torch_autocast.dtype")
     if dtype not in (torch.float16, torch.bfloat16):
         raise ConfigError(f"torch_autocast.dtype: expected 'fp16' or 'bf16', got {section.dtype!r}.")
     return torch.autocast(device_type, dtype=dtype)

@@ -109,7 +109,9 @@ def plan_units(
         low_dtype: the dtype that fp16 or bf16 training casts floating-point parameters to.
         by_rows: ids of parameters whose gradients are exchanged by rows; each is a unit of its own.
     """
-    cap = min(zero.reduce_bucket_size, zero.allgather_bucket_size)
+    cap = min(
+        zero.reduce_bucket_size, zero.allgather_bucket_size if policy.shard_optimizer else zero.reduce_bucket_size
+    )
     seen: set[int] = set()
     plans: list[UnitPlan] = []
     merged: dict[tuple[bool, torch.dtype], UnitPlan] = {}
@@ -129,7 +131,9 @@ def plan_units(
                 persistent_left -= param.numel()
             pool, row, limit = (merged, resting, min(cap, MERGED_NUMEL)) if rests else (own, policy, cap)
             plan = pool.get(key)
-            if id(param) in by_rows and param.requires_grad:
+            # Not where parameters are released: ranks that run different modules reduce in different orders there, and
+            # how many rows there are is asked for at once.
+            if id(param) in by_rows and param.requires_grad and rests:
                 plan = UnitPlan(name, [], dtype, row, by_rows=True)
                 plans.append(plan)
             elif plan is None or plan.numel + param.numel() > limit:

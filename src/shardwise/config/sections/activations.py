@@ -29,7 +29,8 @@ class ActivationCheckpointingSection(Section):
             {
                 True: "blocks are checkpointed; without a tensor-parallel axis an activation stays in one piece",
                 False: "an activation stays in one piece",
-            }
+            },
+            _CHECKPOINTS,
         ),
     ] = False
     cpu_checkpointing: Annotated[

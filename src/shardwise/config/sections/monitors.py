@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from shardwise.config.fields import Bool, Flag, Integer, Names, Section, Text
+from shardwise.config.fields import Bool, Flag, Integer, Names, Secret, Section, Text
 from shardwise.config.says import Says, When, enabled
 
 Words = Annotated[str, BeforeValidator(Text())]
@@ -65,7 +65,9 @@ class CometSection(Section):
     ] = 100
     project: Annotated[MaybeWords, Says("the project", _COMET)] = None
     workspace: Annotated[MaybeWords, Says("the workspace", _COMET)] = None
-    api_key: Annotated[MaybeWords, Says("the key to the account", _COMET, secret=True)] = None
+    api_key: Annotated[
+        str | None, BeforeValidator(Secret()), Says("the key to the account", _COMET, secret=True), Field(repr=False)
+    ] = None
     experiment_name: Annotated[MaybeWords, Says("the experiment's name", _COMET)] = None
     experiment_key: Annotated[MaybeWords, Says("the experiment that is gone on with", _COMET)] = None
     online: Annotated[bool | None, BeforeValidator(Flag()), Says("false: written to disk only", _COMET)] = None

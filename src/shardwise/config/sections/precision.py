@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
@@ -20,8 +20,19 @@ AUTOCAST_DTYPES = {
 _AUTOCAST = enabled("torch_autocast")
 _LOW_WINDOWS = When(
     "only with fp16 or bf16 and several micro-steps a window",
-    lambda c: LOW_PRECISION.holds(c) and c.gradient_accumulation_steps > 1,
+    lambda c: LOW_PRECISION.holds(c) and (c.gradient_accumulation_steps > 1 or not c.managed_gradient_accumulation),
 )
+
+
+def _adds_up_in(config: Any) -> str:
+    own = "bf16" if config.bf16.bf16_master_weights_and_grads else "fp32"
+    return f"the gradients of a window add up in {config.data_types.grad_accum_dtype or own}"
+
+
+def _bf16(enabled: bool, config: Any) -> str:
+    if not enabled:
+        return "off"
+    return "bf16 parameters, " + ("no masters" if config.bf16.bf16_master_weights_and_grads else "fp32 masters")
 
 
 class FP16Section(Section):
@@ -62,12 +73,12 @@ class FP16Section(Section):
 class BF16Section(Section):
     """`bf16`: bfloat16 with fp32 master weights."""
 
-    enabled: Annotated[Bool, Says({True: "bf16 parameters, fp32 masters", False: "off"})] = False
+    enabled: Annotated[Bool, Says(_bf16)] = False
     check_grad_overflow: Annotated[Bool, Says("whether a step with a gradient that is not finite is skipped", BF16)] = (
         True
     )
     immediate_grad_update: Annotated[
-        Bool, Says("windows of several micro-steps always add up in fp32", no_effect=True)
+        Bool, Says("data_types.grad_accum_dtype says what the gradients of a window add up in", no_effect=True)
     ] = False
     bf16_master_weights_and_grads: Annotated[
         Bool, Says({True: "no fp32 masters: the optimizer steps bf16 weights", False: "fp32 masters"}, BF16)
@@ -99,10 +110,12 @@ class DataTypesSection(Section):
     grad_accum_dtype: Annotated[
         str | None,
         BeforeValidator(Text(DTYPES)),
-        Says(lambda v, c: f"the gradients of a window add up in {v or 'fp32'}", _LOW_WINDOWS),
+        Says(lambda v, c: _adds_up_in(c), _LOW_WINDOWS),
     ] = None
     param_dtype: Annotated[
-        str | None, BeforeValidator(Text(DTYPES)), Says("only checked: fp16.enabled and bf16.enabled decide")
+        str | None,
+        BeforeValidator(Text(DTYPES)),
+        Says("only compared with fp16.enabled and bf16.enabled, which decide"),
     ] = None
     buffer_dtype: Annotated[
         str | None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
@@ -27,10 +27,28 @@ _FP16_WIRE = When(
 )
 
 
+_PREDIVIDES = When(
+    "only for fp16 gradients that are not divided by all ranks at once (prescale_gradients)",
+    lambda c: _FP16_WIRE.holds(c) and not (c.prescale_gradients and c.gradient_allreduce_op == "mean"),
+)
+_BY_ROWS = When(
+    "only with several ranks, for embeddings that rest whole (below stage 3)",
+    lambda c: SEVERAL_RANKS.holds(c) and c.zero_optimization.stage < 3,
+)
+
+
 def _steps_per_print(value: object) -> int | None:
     if isinstance(value, float) and math.isinf(value):
         return None
     return Integer(1, note="null or infinity: never print")(value)
+
+
+def _log_lines(every: int | None, config: Any) -> str:
+    if config.log_level in ("warning", "error", "critical"):
+        return f"log lines are hidden by log_level {config.log_level}"
+    if every is None:
+        return "a log line every 10 steps (wall_clock_breakdown)" if config.wall_clock_breakdown else "no log lines"
+    return f"a log line every {every} steps"
 
 
 class TopLevel(Section):
@@ -63,7 +81,7 @@ class TopLevel(Section):
     gradient_predivide_factor: Annotated[
         float,
         BeforeValidator(Number(above=0, note="gradients are divided by it before the sum, the rest after")),
-        Says("fp16 gradients are divided by {} before the sum, by the rest of the ranks after it", _FP16_WIRE),
+        Says("fp16 gradients are divided by {} before the sum, by the rest of the ranks after it", _PREDIVIDES),
     ] = 1.0
     gradient_allreduce_op: Annotated[
         str,
@@ -73,14 +91,17 @@ class TopLevel(Section):
     sparse_gradients: Annotated[
         Bool,
         Says(
-            {True: "of embeddings only the rows that got a gradient travel", False: "embeddings travel whole"},
-            SEVERAL_RANKS,
+            {
+                True: "of embeddings only the rows with a gradient travel (each step waits once for the device)",
+                False: "the gradients of embeddings travel whole",
+            },
+            _BY_ROWS,
         ),
     ] = False
     steps_per_print: Annotated[
         int | None,
         BeforeValidator(_steps_per_print),
-        Says(lambda v, c: f"a log line every {v} steps" if v else "no log lines"),
+        Says(_log_lines),
     ] = None
     wall_clock_breakdown: Annotated[
         Bool, Says("whether log lines, one every 10 steps by default, give the time of forward, backward and step")

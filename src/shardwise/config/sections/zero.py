@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
 from shardwise.config.fields import MAX_INT, Bool, Flag, Integer, Names, Section, Size
-from shardwise.config.says import BELOW_STAGE_3, SEVERAL_RANKS, SHARDED, STAGE_3, Says, world_size
+from shardwise.config.says import SEVERAL_RANKS, SHARDED, STAGE_3, Says, world_size
 
 Bucket = Annotated[int, BeforeValidator(Integer(1, note="elements; leave the key out for the default"))]
 
@@ -17,6 +17,11 @@ _STAGES = {
     2: "optimizer state and gradients are sharded; gradients are reduce-scattered every micro-step",
     3: "parameters, gradients and optimizer state are sharded; parameters are gathered around use",
 }
+
+
+def _stage(stage: int, config: Any) -> str:
+    line = _STAGES[stage]
+    return line if config.zero_optimization.reduce_scatter else line.replace("reduce-scattered", "all-reduced")
 
 
 class LeafModuleSection(Section):
@@ -44,7 +49,7 @@ def _group(size: int, config: object) -> str:
 class ZeroSection(Section):
     """`zero_optimization`: what is sharded, and in how large pieces."""
 
-    stage: Annotated[int, BeforeValidator(Integer(0, 3)), Says(_STAGES)] = 0
+    stage: Annotated[int, BeforeValidator(Integer(0, 3)), Says(_stage)] = 0
     contiguous_gradients: Annotated[
         Bool,
         Says(
@@ -66,7 +71,13 @@ class ZeroSection(Section):
     )
     allgather_partitions: Annotated[
         Bool,
-        Says({True: "updated parameters are all-gathered", False: "updated parameters are broadcast"}, BELOW_STAGE_3),
+        Says(
+            {
+                True: "updated parameters that rest whole are all-gathered",
+                False: "updated parameters that rest whole are broadcast by their owners",
+            },
+            SHARDED,
+        ),
     ] = True
     allgather_bucket_size: Annotated[Bucket, Says("at most {} elements are gathered at once", SHARDED)] = 500_000_000
     overlap_comm: Annotated[
