@@ -15,7 +15,7 @@ from shardwise.optim.common import check_settings, evaluate, fits_fused_kernel, 
 
 # Directions are kept times this power of two, so that torch's kernel can write them over the gradients: it computes
 # g - rate * m / (sqrt(v) + eps), of which g is then lost in the rounding. Squares of directions stay in the range of
-# the dtype up to a root mean square of 1,000.
+# the dtype up to a root mean square of 1,000. A gradient that is not lost in the rounding is worked on elsewhere.
 SCALES = {torch.float64: 2.0**200, torch.float32: 2.0**44, torch.bfloat16: 2.0**44}
 
 # Elements that stay in the cache between the kernel and the norms; with 256 K calls cost 5 % more, with 1 M no less.
@@ -165,6 +165,18 @@ def _squares(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
     return [norm.square() for norm in torch._foreach_norm(tensors, 2, dtype=wide)]
 
 
+def _are_lost(grads: list[torch.Tensor]) -> bool:
+    """Whether gradients are known to be so small beside ``SCALES`` that they are lost in the rounding of a direction.
+
+    On a GPU one would have to wait for the answer.
+    """
+    if grads[0].device.type != "cpu" or _torch.is_fake(grads[0]):
+        return False
+    # A sum of squares is no less than the largest of them, and not a number where that is not one.
+    limit = (_scale(grads[0]) * torch.finfo(grads[0].dtype).eps / 2) ** 2
+    return all(float(square) <= limit for square in _squares(grads))
+
+
 def _scale(tensor: torch.Tensor) -> float:
     return SCALES.get(tensor.dtype, 1.0)
 
@@ -179,11 +191,12 @@ def _torch_fused(
 ) -> None:
     """Move the moments, and put the negative directions over the gradients."""
     # Adam's kernel after infinitely many steps (no bias correction), with the gradient as what it steps, too.
+    stepped = grads if _are_lost(grads) else [torch.zeros_like(grad) for grad in grads]
     steps = [torch.full((), math.inf, dtype=torch.float32, device=params[0].device)] * len(params)
     beta1, beta2 = group["betas"]
     scale = _scale(grads[0])
     _torch.fused_adam_(
-        grads,
+        stepped,
         grads,
         exp_avgs,
         exp_avg_sqs,
@@ -194,7 +207,9 @@ def _torch_fused(
         eps=group["eps"],
         found_inf=found_inf,
     )
-    if found_inf is not None:  # then the kernel left the gradients as they were, and 0 times infinity is no step
+    if stepped is not grads:
+        torch._foreach_copy_(grads, stepped)
+    elif found_inf is not None:  # then the kernel left the gradients as they were, and 0 times infinity is no step
         for grad in grads:
             grad.masked_fill_(found_inf.reshape(()).bool(), 0)
     if group["weight_decay"]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.optim.chunks import GPU_NUMEL
 from shardwise.sharding import Piece, ShardedModel, Unit
 from shardwise.sharding.gradient import UnitGradient
 
@@ -60,7 +61,7 @@ class Shards:
             if total.dtype != stepped.dtype:
                 total = total.to(stepped.dtype)
             if window.scale is not None:
-                total.mul_(window.scale.to(total.dtype))
+                _scale_(total, window.scale)
             for piece, tensor in self.pieces[id(unit)]:
                 if window.used.get(id(piece.slot.param), False):
                     tensor.grad = piece.view(total)
@@ -79,3 +80,13 @@ class Shards:
         if unit.master is not None:
             for piece, tensor in self.pieces[id(unit)]:
                 tensor.data = piece.view(unit.master)
+
+
+def _scale_(total: torch.Tensor, scale: torch.Tensor) -> None:
+    """Multiply in place by a 0-d factor, in the factor's own precision: rounded to 16 bits first, it would change the
+    norm of all gradients alike."""
+    if total.device.type == "cpu" or total.dtype.itemsize > 2:
+        total.mul_(scale)  # on a CPU, torch computes in fp32 with a 0-d factor
+        return
+    for part in total.split(GPU_NUMEL):
+        part.copy_(part.float() * scale)
