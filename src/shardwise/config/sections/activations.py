@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
 from shardwise.config.fields import Bool, Flag, FreeObject, Integer, Number, Section, Text, refuse
 from shardwise.config.problems import mismatch
@@ -60,16 +61,18 @@ class ActivationCheckpointingSection(Section):
         return bool(self.partition_activations or self.cpu_checkpointing or self.number_checkpoints)
 
 
-def _dropout(value: object) -> bool | float:
-    if isinstance(value, bool):
-        return value
-    try:
-        return Number(low=0, below=1)(value)
-    except Exception:
-        raise refuse(mismatch(value, _dropout.what)) from None  # type: ignore[attr-defined]
+class _Dropout:
+    """`true`, `false` or a probability."""
 
+    what = "true, false, or a probability from 0 up to but not 1"
 
-_dropout.what = "true, false, or a probability from 0 up to but not 1"  # type: ignore[attr-defined]
+    def __call__(self, value: object) -> bool | float:
+        if isinstance(value, bool):
+            return value
+        try:
+            return Number(low=0, below=1)(value)
+        except PydanticCustomError:
+            raise refuse(mismatch(value, self.what)) from None
 
 
 def _says_dropout(value: Any, config: Any) -> str:
@@ -82,7 +85,7 @@ class FlashAttentionSection(Section):
     """`flashattention`: attention by torch's scaled_dot_product_attention, the flash back-end first."""
 
     enable: Annotated[Bool, Says({True: "attention runs as flash attention where it can", False: "off"})] = False
-    attention_dropout: Annotated[bool | float | None, BeforeValidator(_dropout), Says(_says_dropout, _FLASH)] = None
+    attention_dropout: Annotated[bool | float | None, BeforeValidator(_Dropout()), Says(_says_dropout, _FLASH)] = None
     cross_attention: Annotated[
         Bool, Says({True: "cross-attention is switched too", False: "cross-attention stays as it is"}, _FLASH)
     ] = False
