@@ -12,7 +12,8 @@ from torch import nn
 from shardwise import ConfigError
 from shardwise.compiling import CompiledForward
 from shardwise.sharding.access import register_external_parameter
-from tests.checkpointing.models import BLOCKS, WIDTH, Model, batch, made, start, train
+from tests.checkpointing.models import BLOCKS, WIDTH, Lines, Model, NeverCalled, batch, made, said, start, train
+from tests.compilers import COUNTED, Counting, counting_backend
 from tests.ranks import RankPools
 from tests.sharding.harness import Case, check
 from tests.sharding.models import Block, Stack, Tokens, token_loss
@@ -29,20 +30,16 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-class Counting:
-    """A back-end that counts graphs and runs of them."""
+@pytest.fixture
+def counting() -> Iterator[Counting]:
+    with counting_backend() as found:
+        yield found
 
-    def __init__(self) -> None:
-        self.graphs = self.runs = 0
 
-    def __call__(self, graph: Any, inputs: Any) -> Any:
-        self.graphs += 1
-
-        def run(*args: Any) -> Any:
-            self.runs += 1
-            return graph.forward(*args)
-
-        return run
+@pytest.fixture
+def log() -> Iterator[Lines]:
+    with said() as lines:
+        yield lines
 
 
 def compiled(model: nn.Module) -> list[str]:
@@ -116,21 +113,13 @@ def test_generated_code() -> None:
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["", "checkpointed"])
-def test_blocks_of_one_class_share_their_code(again: bool) -> None:
-    counting = Counting()
-    torch._dynamo.register_backend(counting, name="counting")
-    try:
-        engine = start(
-            made(Stack12), compile={"enabled": True, "backend": "counting"}, activation_checkpointing={"enabled": again}
-        )
-        assert engine.is_compiled and len(compiled(engine.module)) == (0 if again else 12)
-        for step in range(2):
-            engine.backward(engine(batch(step)).square().mean())
-            engine.step()
-        engine.destroy()
-    finally:
-        torch._dynamo.backends.registry._BACKENDS.pop("counting", None)
-        torch._dynamo.backends.registry._COMPILER_FNS.pop("counting", None)
+def test_blocks_of_one_class_share_their_code(counting: Counting, again: bool) -> None:
+    engine = start(made(Stack12), compile=COUNTED, activation_checkpointing={"enabled": again})
+    assert engine.is_compiled and len(compiled(engine.module)) == (0 if again else 12)
+    for number in range(2):
+        engine.backward(engine(batch(number)).square().mean())
+        engine.step()
+    engine.destroy()
     assert counting.graphs == 1 and counting.runs == 2 * 12 * (1 + again)
 
 
@@ -212,27 +201,94 @@ def test_a_block_with_gathers_inside_stays_as_it_is(ranks: RankPools) -> None:
     ranks(2).run(gathers_inside)
 
 
-# ---------------------------------------------------------------- what is refused
-
-REFUSED = {
-    "compile.backend: 'inducter' is unknown; torch knows .*inductor": ({"backend": "inducter"}, 0),
-    "compile.kwargs.fulgraph: unknown; torch.compile takes mode, fullgraph": ({"kwargs": {"fulgraph": True}}, 0),
-    "mode and options are both given": ({"kwargs": {"mode": "default", "options": {"max_autotune": True}}}, 0),
-    r"CUDA graphs .*\.stage 3": ({"kwargs": {"mode": "reduce-overhead"}}, 3),
-}
+# ---------------------------------------------------------------- how often torch compiles
 
 
-@pytest.mark.parametrize("message", REFUSED)
-def test_refused_before_the_model_is_changed(message: str) -> None:
-    section, stage = REFUSED[message]
-    model = made()
-    with pytest.raises(ConfigError, match=message):
-        start(model, stage, compile={"enabled": True, **section})
-    engine = start(model, stage)
-    with pytest.raises(ConfigError, match=message):
-        engine.compile(section.get("backend"), section.get("kwargs"))
-    assert not engine.is_compiled
+class Scaled(nn.Module):
+    """Reads a number, which torch compiles into the code: each number is a variant."""
+
+    def __init__(self, scale: int = 1) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.scale = scale
+
+    def forward(self, x: torch.Tensor, *, more: float = 0.5) -> torch.Tensor:
+        return x + torch.tanh(self.linear(x)) * self.scale * more
+
+
+class Numbered(nn.Module):
+    def __init__(self, *scales: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Scaled(scale) for scale in scales)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def step(engine: Any, number: int = 0) -> None:
+    engine.backward(engine(batch(number)))
+    engine.step()
+
+
+def test_engines_do_not_use_up_each_others_variants(counting: Counting, log: Lines) -> None:
+    for scale in range(torch._dynamo.config.recompile_limit + 2):
+        counting.runs = 0
+        engine = start(made(Numbered, scale, scale), compile=COUNTED)
+        step(engine)
+        assert counting.runs == 2
+        engine.destroy()
+    assert "uncompiled" not in str(log)
+
+
+def test_evaluation_does_not_use_up_those_of_training(counting: Counting, log: Lines) -> None:
+    engine = start(made(Numbered, 1, 1), compile=COUNTED)
+    engine.eval()
+    for scale in range(torch._dynamo.config.recompile_limit + 2):
+        for layer in engine.module.layers:
+            layer.scale = scale
+        with torch.no_grad():
+            engine(batch(0))
+    assert counting.runs > 2, "evaluation is compiled, too"
+    engine.train()
+    counting.runs = 0
+    step(engine)
+    assert counting.runs == 2 and "uncompiled" not in str(log)
     engine.destroy()
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_blocks_beyond_the_limit_are_said_once(counting: Counting, log: Lines, again: bool, stage: int) -> None:
+    more = {"activation_checkpointing": {"enabled": again}}
+    engine = start(made(Numbered, *range(10)), stage, compile=COUNTED, **more)
+    for number in range(3):
+        step(engine, number)
+    engine.destroy()
+    said = "compile: 2 of 10 blocks ran uncompiled in the first training forward (layers.8, layers.9)"
+    assert str(log).count(said) == 1 and counting.graphs == 8
+
+
+def test_nothing_is_said_where_all_are_compiled(counting: Counting, log: Lines) -> None:
+    for stage, model in ((0, made(Numbered, 1, 2)), (3, made(Numbered, 1, 2)), (0, made(Block))):
+        engine = start(model, stage, compile=COUNTED)
+        for number in range(2):
+            engine.backward(engine(batch(number)).square().mean())
+            engine.step()
+        engine.destroy()
+    assert counting.runs > 0 and "uncompiled" not in str(log) and "no effect: the model's" not in str(log)
+
+
+def test_blocks_that_are_not_called_are_said(log: Lines) -> None:
+    engine = start(made(NeverCalled), **EAGER)
+    step(engine)
+    step(engine)
+    assert str(log).count("compile has no effect: the model's forward called none of its blocks (layers.0, ...)") == 1
+    engine.destroy()
+
+
+# ---------------------------------------------------------------- what is refused
 
 
 def test_what_upstream_passes_to_its_own_compiler_is_refused() -> None:

@@ -94,6 +94,29 @@ def test_is_compiled() -> None:
     assert _torch.is_compiled(torch.compile(model, backend="eager"))  # type: ignore[arg-type]
 
 
+class Shifted:
+    def __init__(self, by: int) -> None:
+        self.by = by
+
+    def call(self, x: torch.Tensor, *, twice: bool = False) -> torch.Tensor:
+        return x + self.by * (1 + twice)
+
+
+def test_variants_and_for_which_calls_they_are() -> None:
+    torch._dynamo.reset()
+    method, other = (torch.compile(Shifted(by).call, backend="eager", dynamic=False) for by in (1, 2))
+    of, of_other = _torch.Variants(method), _torch.Variants(other)
+    x = torch.ones(3)
+    assert of.count == 0 and not of.has((x,), {})
+    method(x)
+    assert of.count == 1 and of.has((x,), {}) and of.has((x,), {"twice": False})
+    assert not of.has((x,), {"twice": True}) and not of.has((torch.ones(4),), {}) and not of_other.has((x,), {})
+    other(x)
+    assert of.count == of_other.count == 2 and of_other.has((x,), {})
+    unknown = _torch.Variants(torch.compile(lambda x: x + 1, backend="eager"))
+    assert unknown.count == 0 and unknown.has((x,), {})
+
+
 def test_in_backward_pass() -> None:
     seen = []
     x = torch.ones(2, requires_grad=True)

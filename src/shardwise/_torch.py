@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import sys
 from collections.abc import Callable, Mapping
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -63,6 +65,43 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return eval_frame is not None and isinstance(module, eval_frame.OptimizedModule)
 
 
+class Variants:
+    """What torch has compiled of a method that went through ``torch.compile``.
+
+    Args:
+        method: the compiled one. Of anything but a method nothing is known.
+    """
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        original: Any = getattr(method, "_torchdynamo_orig_callable", method)
+        function = getattr(original, "__func__", None)
+        self._function = function if isinstance(function, FunctionType) else None
+        self._owner = getattr(original, "__self__", None)
+
+    @property
+    def count(self) -> int:
+        """How many there are; 0 if that is unknown."""
+        return len(self._entries())
+
+    def has(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether one of them is for this very call; True if that is unknown."""
+        function = self._function
+        if function is None:
+            return True
+        bound = inspect.signature(function, follow_wrapped=False).bind(self._owner, *args, **kwargs)
+        bound.apply_defaults()
+        # Guards are checked on the frame's variables, and those of a closure are among them.
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        frame = {**bound.arguments, **{name: cell.cell_contents for name, cell in cells.items()}}
+        return any(entry.guard_manager.check(frame) for entry in self._entries())
+
+    def _entries(self) -> list[Any]:
+        if self._function is None:
+            return []
+        entries: list[Any] = torch._C._dynamo.eval_frame._debug_get_cache_entry_list(self._function.__code__)
+        return entries
+
+
 def is_missing_storage(error: RuntimeError) -> bool:
     """Whether torch complains that a tensor's storage was released."""
     return "storage of size 0" in str(error) or "data is not allocated yet" in str(error)
@@ -104,10 +143,11 @@ def fused_adam_(
     beta1: float,
     beta2: float,
     eps: float,
+    weight_decay: float = 0.0,
     found_inf: torch.Tensor | None = None,
 ) -> None:
-    """Torch's fused Adam kernel alone, without decay: the counts in ``steps`` stay as given."""
-    kernel: Callable[..., None] = torch._fused_adam_
-    settings = {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": 0.0, "eps": eps}
+    """Torch's fused AdamW kernel alone: the counts in ``steps`` stay as given."""
+    kernel: Callable[..., None] = torch._fused_adamw_
+    settings = {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": weight_decay, "eps": eps}
     rest = {"amsgrad": False, "maximize": False, "grad_scale": None, "found_inf": found_inf}
     kernel(params, grads, exp_avgs, exp_avg_sqs, [], steps, **settings, **rest)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from shardwise.checkpointing.blocks import check_checkpointing, checkpoint_blocks
-from shardwise.compiling import CompiledBlocks, check_compile
+from shardwise.compile_check import check_compile
+from shardwise.compiling import CompiledBlocks
 from shardwise.errors import ConfigError
 from shardwise.messages import logger
 
@@ -66,7 +67,7 @@ class BlockMethods:
             compiled_autograd_enabled: refused.
 
         Raises:
-            ConfigError: an unknown back-end or argument, or a model that cannot be compiled at this stage.
+            ConfigError: an unknown back-end, argument or value, or a model that cannot be compiled at this stage.
         """
         if schedule is not None:
             raise ConfigError(

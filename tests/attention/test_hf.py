@@ -10,6 +10,7 @@ from torch import nn
 
 from shardwise import ConfigError
 from shardwise.attention import switch_attention
+from shardwise.attention.check import blind_queries
 from shardwise.attention.switch import ALREADY, HF
 from tests.attention.models import Section
 from tests.attention.tools import Watched, found_nothing, replaced, same
@@ -147,6 +148,40 @@ def test_a_wrong_implementation_is_caught(monkeypatch):
     with pytest.raises(ConfigError, match=r"layers\.0\.attention gives another output"):
         run(model)
     switched.undo()
+
+
+def test_padding_on_the_left_is_not_compared(monkeypatch):
+    """Queries of padding see no key, and every implementation gives its own for them; the rest is compared."""
+    words = next_words(0, 0)["input_ids"] % 50 + 1
+    mask = torch.ones_like(words)
+    mask[1, :3] = 0
+    inputs = {"input_ids": words, "attention_mask": mask, "labels": words.masked_fill(mask == 0, -100)}
+    model = eager("neox").float()
+    switched = switch_attention(model, Section(), main=False)
+    model(**inputs).loss.backward()
+    switched.undo()
+
+    kernel = torch.nn.functional.scaled_dot_product_attention
+
+    def wrong_where_seen(query, key, value, attn_mask=None, **keys):
+        return kernel(query, key, value, attn_mask=attn_mask, **keys) * (1 + 1e-3 * (attn_mask is not None))
+
+    model = eager("neox").float()
+    switched = switch_attention(model, Section(), main=False)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", wrong_where_seen)
+    with pytest.raises(ConfigError, match="gives another output"):
+        model(**inputs)
+    switched.undo()
+
+
+@pytest.mark.parametrize("low", [None, -torch.inf, torch.finfo(torch.float32).min])
+def test_blind_queries(low):
+    seen = torch.ones(2, 1, 4, 4, dtype=torch.bool).tril()
+    seen[1, ..., :2] = False
+    mask = seen if low is None else torch.zeros(seen.shape).masked_fill(~seen, low)
+    assert blind_queries([None, mask], 2).tolist() == [[False] * 4, [True, True, False, False]]
+    assert blind_queries([mask[1:]], 2).tolist() == [[True, True, False, False]] * 2
+    assert blind_queries([mask[0, 0], torch.ones(2, 4)], 2) is None
 
 
 def train_on_ranks(stage: int) -> None:

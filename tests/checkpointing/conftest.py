@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 
 import pytest
 
-from tests.checkpointing.models import Lines
+from tests.checkpointing.models import Lines, said
 
 
 @pytest.fixture
 def log() -> Iterator[Lines]:
-    lines, logger = Lines(), logging.getLogger("shardwise")
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    logger.addHandler(lines)
-    yield lines
-    logger.removeHandler(lines)
-    logger.setLevel(level)
+    with said() as lines:
+        yield lines

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -47,6 +49,15 @@ class Model(nn.Module):
             x, more = layer(x, tables, mask=mask)
             extra = extra + more["norm"]
         return self.last(x).square().mean() + 0.01 * extra
+
+
+class NeverCalled(Model):
+    """Uses its blocks' parts, not the blocks."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer.down(torch.tanh(layer.up(x)))
+        return x.square().mean()
 
 
 def start(model: nn.Module, stage: int = 0, **keys: Any) -> Engine:
@@ -132,3 +143,17 @@ class Lines(logging.Handler):
 
     def __str__(self) -> str:
         return "\n".join(self.lines)
+
+
+@contextmanager
+def said() -> Iterator[Lines]:
+    """What shardwise says inside the context."""
+    lines, logger = Lines(), logging.getLogger("shardwise")
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(lines)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(lines)
+        logger.setLevel(level)

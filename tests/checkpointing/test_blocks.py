@@ -22,6 +22,7 @@ from tests.checkpointing.models import (
     Kept,
     Lines,
     Model,
+    NeverCalled,
     batch,
     counted,
     made,
@@ -272,15 +273,6 @@ def test_a_checkpoint_around_a_block_is_said_once(log: Lines) -> None:
     engine.destroy()
     assert str(log).count("layers.0 lies in a checkpoint of the model's own") == 1
     assert "layers.1 lies" not in str(log)
-
-
-class NeverCalled(Model):
-    """Uses its blocks' parts, not the blocks."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = x + layer.down(torch.tanh(layer.up(x)))
-        return x.square().mean()
 
 
 def test_blocks_that_are_not_called_are_said(log: Lines) -> None:

@@ -11,6 +11,8 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
+from tests.checkpointing.models import said
+from tests.compilers import COUNTED, counting_backend
 from tests.hf.zoo import RANKS, ZOO, built, engine_for, next_words, rank
 
 ON = {"activation_checkpointing": {"enabled": True}}
@@ -109,3 +111,47 @@ def test_a_prefix_in_the_cache_is_read():
             return found.loss.item(), engine.get_global_grad_norm()
 
     assert loss(**ON) == loss()
+    assert loss(compile={"enabled": True, "backend": "eager"}) == loss()
+    assert loss(compile={"enabled": True, "backend": "eager"}, **ON) == loss()
+
+
+def deep_llama() -> nn.Module:
+    """More blocks than torch compiles variants."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 12, "num_attention_heads": 2, "intermediate_size": 32}
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(vocab_size=64, num_key_value_heads=1, **sizes)).train()
+
+
+def test_compiled_blocks_share_code_whatever_was_generated_before(caplog):
+    """The model makes a cache by default, of which each block would read its own layer."""
+    torch._dynamo.reset()
+    prompt = torch.arange(1, 5).view(1, 4)
+    with (
+        counting_backend() as counting,
+        said() as lines,
+        engine_for(deep_llama(), 0, ZOO["llama"], compile=COUNTED) as engine,
+    ):
+        engine.eval()
+        generated = engine.generate(prompt, max_new_tokens=12, do_sample=False)
+        assert counting.graphs == 0, "each token of a cache is another"
+        engine.train()
+        for step in range(2):
+            counting.runs = 0
+            out = engine(**next_words(step, 0))
+            engine.backward(out.loss)
+            engine.step()
+            assert counting.runs == 12 and counting.graphs <= 2
+    assert out.past_key_values.get_seq_length() == 0
+    assert str(lines).count("leave the key-value cache empty in training") == 1 and "uncompiled" not in str(lines)
+    assert torch.equal(generated, deep_llama().eval().generate(prompt, max_new_tokens=12, do_sample=False))
+
+
+def test_generation_in_training_mode_keeps_its_cache():
+    model = deep_llama()
+    with torch.no_grad():
+        expected = model.generate(torch.arange(1, 5).view(1, 4), max_new_tokens=4, do_sample=False)
+    with engine_for(model, 0, ZOO["llama"], compile={"enabled": True, "backend": "eager"}) as engine, torch.no_grad():
+        found = engine.generate(torch.arange(1, 5).view(1, 4), max_new_tokens=4, do_sample=False)
+    assert torch.equal(found, expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -150,22 +151,16 @@ def interrupted(cases: list[tuple[Case, int]], seed: int) -> list[bool]:
     for case, stage in cases:
         engine = engine_of(case, stage, case.model(seed))
         advance(engine, seed, range(2))
-        saved, weights = engine.optimizer.state_dict(), engine.module_state_dict()
         # What is saved must not move with the run.
-        saved = {**saved, "state": {k: _copied(v) for k, v in saved["state"].items()}}
+        saved, weights = copy.deepcopy(engine.optimizer.state_dict()), engine.module_state_dict()
         advance(engine, seed, range(2, STEPS))
         expected = engine.module_state_dict()
         engine.destroy()
-        model = case.model(seed + 1)
-        model.load_state_dict(weights)
-        engine = engine_of(case, stage, model)
+        engine = engine_of(case, stage, case.model(seed + 1))
+        engine.load_module_state_dict(weights)
         engine.optimizer.load_state_dict(saved)
         advance(engine, seed, range(2, STEPS))
         found = engine.module_state_dict()
         engine.destroy()
         same.append(all(torch.equal(found[name], value) for name, value in expected.items()))
     return same
-
-
-def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()}

@@ -201,9 +201,7 @@ def test_a_bad_section_is_refused_with_its_path(section, error, message):
 
 
 def test_adamw_says_that_adam_w_mode_false_has_no_effect():
-    with pytest.warns(
-        UserWarning, match=r"optimizer\.params\.adam_w_mode: false has no effect with type AdamW"
-    ):
+    with pytest.warns(UserWarning, match=r"optimizer\.params\.adam_w_mode: false has no effect with type AdamW"):
         optimizer = build_optimizer(Section("AdamW", {"adam_w_mode": False}), [parameter()])
     assert type(optimizer) is torch.optim.AdamW
 
@@ -237,9 +235,7 @@ def test_fused_is_taken_where_it_is_right(name, dtype):
     for gradient in gradients(5, dtype=dtype):
         wide.grad = gradient.double()
         exact.step()
-    torch.testing.assert_close(
-        trained(optimizer).double(), wide.detach(), rtol=0, atol=5 * 3 * torch.finfo(dtype).eps
-    )
+    torch.testing.assert_close(trained(optimizer).double(), wide.detach(), rtol=0, atol=5 * 3 * torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize(
@@ -344,11 +340,7 @@ def closure() -> float:
 
 @pytest.mark.parametrize(
     ("cls", "settings"),
-    [
-        (cls, settings)
-        for cls in sorted(ELEMENTWISE, key=str)
-        for settings in SETTINGS.get(cls.__name__, [{}])
-    ],
+    [(cls, settings) for cls in sorted(ELEMENTWISE, key=str) for settings in SETTINGS.get(cls.__name__, [{}])],
     ids=lambda value: value.__name__ if inspect.isclass(value) else "-".join(value),
 )
 def test_stepping_halves_is_stepping_the_whole(cls, settings):

@@ -11,7 +11,7 @@ import torch
 
 from shardwise.config.optimizers import OURS as CHECKED
 from shardwise.errors import ConfigError
-from shardwise.optim import Lamb, Lion, Muon, UncorrectedAdam, build_optimizer, supports_found_inf
+from shardwise.optim import Lamb, Lion, Muon, UncorrectedAdam, build_optimizer, supports_found_inf, uncorrected
 from shardwise.optim.chunks import CPU_NUMEL, chunks
 from shardwise.optim.optimizers import OURS
 from shardwise.optim.orthogonal import orthogonalized
@@ -91,6 +91,45 @@ def test_lower_precision_follows_float64(name, dtype):
     for found, expected in zip(stepped(cls(low, **settings)), stepped(cls(wide, **settings)), strict=True):
         error = (found.double() - expected).abs()
         assert error.numel() == 0 or error.mean() < 20 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1.0, 1e9, 1e14])
+def test_lamb_does_not_feel_the_size_of_finite_gradients(dtype, size):
+    made = [torch.nn.Parameter(torch.ones(40, dtype=d)) for d in (dtype, torch.float64)]
+    for p in made:
+        optimizer = Lamb([p], lr=0.1, weight_decay=0.1)
+        for sign in (1.0, -1.0, 1.0):
+            p.grad = torch.full_like(p, sign * size)
+            optimizer.step()
+    low, wide = (p.detach().double() for p in made)
+    torch.testing.assert_close(low, wide, rtol=10 * torch.finfo(dtype).eps, atol=0)
+
+
+def from_a_file(optimizer: torch.optim.Optimizer) -> Any:
+    """Its state after a step on the CPU, as a file that is mapped there gives it."""
+    for p in optimizer.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    return optimizer.state_dict()
+
+
+def test_loaded_counts_go_where_they_are_read(monkeypatch):
+    on_device, on_host = (torch.nn.Parameter(torch.ones(4, device=d)) for d in ("meta", "cpu"))
+    lamb = Lamb([on_device])
+    lamb.load_state_dict(from_a_file(Lamb([on_host])))
+    lamb.found_inf = torch.zeros(1, device="meta")
+    on_device.grad = torch.ones_like(on_device)
+    lamb.advance()
+    assert lamb.state[on_device]["step"].device.type == "meta"
+
+    seen: list[torch.Tensor] = []
+    muon = Muon([{"params": [on_device], "use_muon": False}])
+    muon.load_state_dict(from_a_file(Muon([{"params": [on_host], "use_muon": False}])))
+    monkeypatch.setattr(uncorrected, "fits_fused_kernel", lambda *lists: True)
+    monkeypatch.setattr(uncorrected, "adam", lambda p, g, m, v, x, steps, **rest: seen.extend(steps))
+    muon.step()
+    assert [step.device.type for step in seen] == ["meta"] and muon.state[on_device]["step"] is seen[0]
 
 
 def test_chunks_cover_everything_once():

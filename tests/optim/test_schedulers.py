@@ -116,9 +116,7 @@ def test_one_cycle_rises_falls_and_decays_with_the_momentum_against_it():
 
 def test_one_cycle_stairs_hold_the_rate():
     optimizer = adamw()
-    scheduler = OneCycle(
-        optimizer, 0.0, 1.0, cycle_first_step_size=6, cycle_first_stair_count=2, cycle_momentum=False
-    )
+    scheduler = OneCycle(optimizer, 0.0, 1.0, cycle_first_step_size=6, cycle_first_stair_count=2, cycle_momentum=False)
     rates = [rate for (rate,) in course(optimizer, scheduler, 12)]
     assert rates == pytest.approx([0, 0, 0, 0.5, 0.5, 0.5, 1, 0.5, 0.5, 0.5, 0, 0])
 
@@ -319,9 +317,7 @@ def test_the_decay_default_that_overrides_the_optimizers_rate_is_reported():
     assert scheduler.get_last_lr() == [0.001]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        build_scheduler(
-            Section("WarmupDecayLR", {"total_num_steps": 2000, "warmup_max_lr": 0.001}), adamw(0.5)
-        )
+        build_scheduler(Section("WarmupDecayLR", {"total_num_steps": 2000, "warmup_max_lr": 0.001}), adamw(0.5))
         build_scheduler(Section("WarmupDecayLR", {"total_num_steps": 2000}), adamw(0.001))
 
 
@@ -452,8 +448,6 @@ def test_a_short_run_warns():
 
 def test_whole_numbers_may_be_written_as_floats():
     optimizer = adamw(1.0)
-    scheduler = build_scheduler(
-        Section("WarmupCosineLR", {"total_num_steps": 2e1, "warmup_num_steps": 1e1}), optimizer
-    )
+    scheduler = build_scheduler(Section("WarmupCosineLR", {"total_num_steps": 2e1, "warmup_num_steps": 1e1}), optimizer)
     same = adamw(1.0)
     assert course(optimizer, scheduler, 25) == course(same, WarmupCosineLR(same, 20, warmup_num_steps=10), 25)

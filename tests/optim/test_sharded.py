@@ -222,6 +222,11 @@ def test_resuming_is_exact(ranks: Any) -> None:
         Case("adafactor", "Adafactor", {"lr": 0.05}),
     ]
     both = [(case, stage) for case in cases for stage in (1, 3)]
+    fp16 = {"fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 1}}
+    for name, top in (("bf16", {"bf16": {"enabled": True}}), ("fp16", fp16)):
+        both += [(Case(name, "AdamW", {"lr": 0.01}, dtype=torch.float32, top=top), stage) for stage in STAGES]
+        both += [(Case(name, "Adafactor", {"lr": 0.01}, dtype=torch.float32, top=top), 3)]
+    both += [(Case("fp32", "AdamW", {"lr": 0.01}, dtype=torch.float32), stage) for stage in (0, 2)]
     assert ranks(2).run(interrupted, both, 5) == [[True] * len(both)] * 2
 
 

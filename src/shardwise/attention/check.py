@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -89,8 +89,16 @@ def first_tensor(value: Any) -> torch.Tensor:
     return found[0].detach()
 
 
-def compare(name: str, original: torch.Tensor, switched: torch.Tensor, limit: float) -> float:
+def compare(
+    name: str, original: torch.Tensor, switched: torch.Tensor, limit: float, blind: torch.Tensor | None = None
+) -> float:
     """The difference relative to the largest output; where the original is not finite nothing is asked.
+
+    Args:
+        name: of the module.
+        original, switched: its outputs, (B, L, ...).
+        limit: the largest difference allowed.
+        blind: (B, L), True for queries whose output counts for nothing (see :func:`blind_queries`).
 
     Raises:
         ConfigError: it is above the limit, or the shape is another.
@@ -99,6 +107,8 @@ def compare(name: str, original: torch.Tensor, switched: torch.Tensor, limit: fl
         raise ConfigError(_differs(name, f"shape {tuple(switched.shape)} instead of {tuple(original.shape)}"))
     # A query that sees no key: the original's softmax gives NaN there, the kernels give zeros.
     usable = original.isfinite()
+    if blind is not None and blind.shape == original.shape[:2]:
+        usable &= ~blind.reshape(*blind.shape, *[1] * (original.dim() - 2))
     if not usable.any():
         return 0.0
     wanted, got = original[usable].double(), switched[usable].double()
@@ -106,6 +116,31 @@ def compare(name: str, original: torch.Tensor, switched: torch.Tensor, limit: fl
     if not error <= limit:
         raise ConfigError(_differs(name, f"{error:.1e} of the largest output (allowed: {limit:g})"))
     return error
+
+
+def blind_queries(masks: Iterable[Any], rows: int) -> torch.Tensor | None:
+    """Queries from which one of the masks hides every key: those of padding on the left.
+
+    Their output is the mean of all values, or zero, or NaN, as an implementation likes; no later layer looks at it.
+
+    Args:
+        masks: True where a key is seen, or added to the scores; those not of shape (B or 1, heads or 1, L, S) are
+            passed over.
+        rows: B.
+
+    Returns:
+        (B, L); None where no mask has queries.
+    """
+    found: torch.Tensor | None = None
+    for mask in masks:
+        if not isinstance(mask, torch.Tensor) or mask.dim() != 4 or mask.shape[0] not in (1, rows):
+            continue
+        if mask.dtype != torch.bool and not mask.is_floating_point():
+            continue
+        seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+        blind = ~seen.any(-1).all(1).expand(rows, -1)
+        found = blind if found is None or found.shape != blind.shape else found | blind
+    return found
 
 
 def _differs(name: str, how: str) -> str:
@@ -141,14 +176,28 @@ def width_of(module: nn.Module) -> int | None:
     return None
 
 
-def on_real_inputs(name: str, module: nn.Module, original: Callable[[], Any], switched: Callable[[], Any]) -> None:
+def on_real_inputs(
+    name: str,
+    module: nn.Module,
+    original: Callable[[], Any],
+    switched: Callable[[], Any],
+    masks: Sequence[Any] = (),
+) -> None:
     """The check in the first forward, for a module whose inputs could not be guessed.
+
+    Args:
+        name: of the module.
+        module: in any mode.
+        original, switched: make the call.
+        masks: what the call hides (see :func:`blind_queries`).
 
     Raises:
         ConfigError: the outputs differ.
     """
     with evaluating(module), torch.no_grad():
-        compare(name, first_tensor(original()), first_tensor(switched()), own_limit(module))
+        wanted = first_tensor(original())
+        blind = blind_queries(masks, len(wanted)) if wanted.dim() else None
+        compare(name, wanted, first_tensor(switched()), own_limit(module), blind)
 
 
 def _device(module: nn.Module) -> torch.device:

@@ -139,9 +139,8 @@ def switch_hf(
         if pending[0]:
             pending[0] = False
             args_, kwargs_ = _without_cache(self, args, kwargs)
-            on_real_inputs(
-                name, self, partial(as_eager, self, args_, kwargs_), partial(original, self, *args_, **kwargs_)
-            )
+            eager, switched = partial(as_eager, self, args_, kwargs_), partial(original, self, *args_, **kwargs_)
+            on_real_inputs(name, self, eager, switched, _masks_of(self, args_, kwargs_))
         with routed(self.training, dropout):
             return original(self, *args, **kwargs)
 
@@ -193,6 +192,11 @@ def _is_cross_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         return False
     bound = inspect.signature(original_forward(module)).bind_partial(module, *args, **kwargs).arguments
     return any(bound.get(name) is not None for name in OTHERS)
+
+
+def _masks_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    bound = inspect.signature(original_forward(module)).bind_partial(module, *args, **kwargs).arguments
+    return [bound.get(name, kwargs.get(name)) for name in MASKS]
 
 
 def _without_cache(

@@ -114,7 +114,12 @@ class Plan:
             if self.unchecked:
                 self.unchecked = False
                 on_real_inputs(
-                    self.name, module, lambda: original(module, *args, **kwargs), self._evaluated(module, call)
+                    self.name,
+                    module,
+                    lambda: original(module, *args, **kwargs),
+                    self._evaluated(module, call),
+                    # A boolean mask may mean either; one that is added can mean but one thing.
+                    [t for t in call.tensors if t.is_floating_point()],
                 )
             return switched()
         except Unsuitable as reason:

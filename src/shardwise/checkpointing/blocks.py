@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 from shardwise import _torch
+from shardwise.checkpointing.caches import Caches
 from shardwise.checkpointing.process import PROCESS
 from shardwise.checkpointing.recompute import Checkpointer, Times
 from shardwise.compiling import CompiledForward, OuterForward
@@ -176,28 +176,28 @@ class CheckpointedForward(OuterForward):
     @_torch.outside_compiled_code
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The block's forward."""
-        # Decided once: a recomputation must not run other code than the forward did.
-        inner = self.inner.choose() if isinstance(self.inner, CompiledForward) else self.inner
         if not self.block.training:
-            return inner(*args, **kwargs)
+            return self.inner(*args, **kwargs)
         self.called = True
         if self._checkpointer.is_plain():
             if torch.is_grad_enabled():
                 self._say(OWN_CHECKPOINT, self.name)
-            return inner(*args, **kwargs)
+            return self.inner(*args, **kwargs)
         caches = Caches(self.block)
         args, kwargs = caches.dropped_from(args, kwargs)
         if caches.filled:
             self._say("activation checkpointing: %s reads a filled key-value cache: not checkpointed", self.name)
-            return inner(*args, **kwargs)
+            return self.inner(*args, **kwargs)
         if caches.dropped:
             self._say(USE_CACHE, self.name)
+        # Decided once: a recomputation must not run other code than the forward did.
+        inner = self.inner.choose(args, kwargs) if isinstance(self.inner, CompiledForward) else self.inner
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             with self._own_checkpoint_off():
                 return inner(*args, **kwargs)
 
-        return self._checkpointer(forward, args, kwargs)
+        return self._checkpointer(forward, args, kwargs, module=self.block)
 
     @contextmanager
     def _own_checkpoint_off(self) -> Iterator[None]:
@@ -214,38 +214,3 @@ class CheckpointedForward(OuterForward):
                 del attributes["gradient_checkpointing"]
             else:
                 attributes["gradient_checkpointing"] = before
-
-
-class Caches:
-    """Takes Hugging Face's key-value caches out of a block's arguments: a block that runs twice would fill them twice.
-
-    Attributes:
-        dropped: whether there were any.
-        filled: one holds keys for this block already (a prefix), so that none was dropped.
-    """
-
-    def __init__(self, block: nn.Module) -> None:
-        self.dropped = False
-        self.filled = False
-        self._block = block
-        self._kind: type | None = getattr(sys.modules.get("transformers.cache_utils"), "Cache", None)
-
-    def dropped_from(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with None for each cache; as they are if one is filled."""
-        kind = self._kind
-        if kind is None or getattr(self._block, "_can_checkpoint_with_cache", False):
-            return args, kwargs
-        found = [value for value in (*args, *kwargs.values()) if isinstance(value, kind)]
-        self.filled = any(self._length(cache) > 0 for cache in found)
-        self.dropped = bool(found) and not self.filled
-        if not self.dropped:
-            return args, kwargs
-        named = {name: None if isinstance(value, kind) else value for name, value in kwargs.items()}
-        if named.get("use_cache"):
-            named["use_cache"] = False
-        return tuple(None if isinstance(value, kind) else value for value in args), named
-
-    def _length(self, cache: Any) -> int:
-        indices = (getattr(m, "layer_idx", None) for m in self._block.modules())
-        index = next((i for i in indices if isinstance(i, int)), 0)
-        return int(cache.get_seq_length(index))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
 from shardwise import _torch
 from shardwise.checkpointing.process import PROCESS
@@ -29,14 +30,16 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     for is in force; without it nothing is moved or timed.
 
     Args:
-        function: called twice; must give the same both times.
+        function: called twice; must give the same both times. Of a module or its method, the second call finds the
+            training flags of the first, and leaves the module's buffers alone.
         args, kwargs: its arguments; tensors may lie in tuples, lists and dicts.
 
     Returns:
         What the function returns.
     """
     checkpointer = PROCESS.configured or Checkpointer(rng=PROCESS.rng)
-    return checkpointer(function, args, kwargs)
+    owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+    return checkpointer(function, args, kwargs, module=owner if isinstance(owner, nn.Module) else None)
 
 
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:

@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint as _torch_checkpoint
 
 from shardwise import _torch
 from shardwise.checkpointing.host import HostCopies, Parked
+from shardwise.checkpointing.module_state import ModuleState
 from shardwise.checkpointing.rng import RngTracker
 
 if TYPE_CHECKING:
@@ -59,9 +61,19 @@ class Checkpointer:
         return not torch.is_grad_enabled() or _torch.in_backward_pass() or _torch.inside_checkpoint()
 
     def __call__(
-        self, function: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        module: nn.Module | None = None,
     ) -> Any:
         """``function(*args, **kwargs)``, to be made again in the backward pass.
+
+        Args:
+            function: called twice.
+            args, kwargs: its arguments.
+            module: the second call finds its training flags as the first did, and leaves its buffers alone.
 
         Raises:
             ShardingError: with ``cpu``: the function writes into an argument that was to be moved.
@@ -69,7 +81,7 @@ class Checkpointer:
         kwargs = dict(kwargs or {})
         if self.is_plain():
             return function(*args, **kwargs)
-        call = _Call(self, function, args, kwargs)
+        call = _Call(self, function, args, kwargs, ModuleState(module))
         out = _torch_checkpoint(call, *call.tensors, use_reentrant=False)
         call.ends()
         return out
@@ -93,9 +105,15 @@ class _Call:
     """One checkpointed call: the first time with the arguments as they came, later with those that were kept."""
 
     def __init__(
-        self, checkpointer: Checkpointer, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        checkpointer: Checkpointer,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        state: ModuleState,
     ) -> None:
         self._checkpointer = checkpointer
+        self._state = state
         self._function = function
         # The containers themselves, for the first call: a function may append to a list that it is given.
         self._first: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
@@ -113,11 +131,12 @@ class _Call:
             (args, kwargs), self._first = self._first, None
             return self._checkpointer.run("checkpointed forward", self._function, args, kwargs)
         args, kwargs = self._restore(self._kept, tensors)
-        with _States(self._checkpointer.rng, self._rng):
+        with _States(self._checkpointer.rng, self._rng), self._state.recomputing():
             return self._checkpointer.run("recompute", self._function, args, kwargs)
 
     def ends(self) -> None:
         """The first call is over, without an error."""
+        self._state.first_call_ended()
         for parked in self._parked:
             parked.settle()
 

@@ -52,6 +52,18 @@ def has_fused_kernel(tensor: torch.Tensor) -> bool:
     return tensor.device.type in ("cpu", "cuda") and tensor.layout is torch.strided and tensor.dtype in _FUSED_DTYPES
 
 
+def step_count(state: dict[str, Any], device: torch.device) -> torch.Tensor:
+    """The count of a parameter's steps (0-d, fp32), made or moved to where it is read.
+
+    A loaded one lies where the file had it: torch moves the counts of its own classes only.
+    """
+    count: torch.Tensor | None = state.get("step")
+    if count is None or count.device != device:
+        count = torch.zeros((), dtype=torch.float32, device=device) if count is None else count.to(device)
+        state["step"] = count
+    return count
+
+
 def fits_fused_kernel(*lists: Sequence[torch.Tensor]) -> bool:
     """Whether torch's fused kernels take lists of parameters, gradients and states.
 

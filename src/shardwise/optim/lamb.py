@@ -11,12 +11,7 @@ from torch.optim import Optimizer
 
 from shardwise import _torch
 from shardwise.optim.chunks import chunks
-from shardwise.optim.common import check_settings, evaluate, fits_fused_kernel, gradient, with_gradient
-
-# Directions are kept times this power of two, so that torch's kernel can write them over the gradients: it computes
-# g - rate * m / (sqrt(v) + eps), of which g is then lost in the rounding. Squares of directions stay in the range of
-# the dtype up to a root mean square of 1,000. A gradient that is not lost in the rounding is worked on elsewhere.
-SCALES = {torch.float64: 2.0**200, torch.float32: 2.0**44, torch.bfloat16: 2.0**44}
+from shardwise.optim.common import check_settings, evaluate, fits_fused_kernel, gradient, step_count, with_gradient
 
 # Elements that stay in the cache between the kernel and the norms; with 256 K calls cost 5 % more, with 1 M no less.
 CPU_NUMEL = 512 * 1024
@@ -84,7 +79,7 @@ class Lamb(Optimizer):
 
     @torch.no_grad()
     def advance(self) -> dict[torch.Tensor, torch.Tensor]:
-        """Move the moments, and put the negative direction in the place of each gradient, times its dtype's ``SCALES``.
+        """Move the moments, and put the negative direction in the place of each gradient.
 
         Returns:
             For each tensor that has a gradient the squares of the norms of its weights and of its direction (two
@@ -98,16 +93,14 @@ class Lamb(Optimizer):
             states = [self._state(p) for p in params]
             moments = ([s[key] for s in states] for key in ("exp_avg", "exp_avg_sq"))
             lists = (params, [gradient(p) for p in params], *moments)
-            fused = not group["eps_inside_sqrt"] and params[0].dtype in SCALES and fits_fused_kernel(*lists)
+            fused = not group["eps_inside_sqrt"] and fits_fused_kernel(*lists)
             sums: list[list[torch.Tensor]] = [[] for _ in params]
             for places, part in chunks(*lists, cpu_numel=CPU_NUMEL):
                 (_torch_fused if fused else _foreach)(group, self._found_inf, *part)
                 for place, *both in zip(places, _squares(part[0]), _squares(part[1]), strict=True):
                     sums[place] += both
             for param, each in zip(params, sums, strict=True):
-                summed = torch.stack(each).view(-1, 2).sum(dim=0, dtype=torch.float64)
-                summed[1] /= _scale(param) ** 2
-                squares[param] = summed
+                squares[param] = torch.stack(each).view(-1, 2).sum(dim=0, dtype=torch.float64)
         return squares
 
     @torch.no_grad()
@@ -128,10 +121,10 @@ class Lamb(Optimizer):
             if params[0].device.type == "cpu" and not _torch.is_fake(rates):
                 # Backwards: what the first pass read last may still be in the cache.
                 for p, rate in reversed(list(zip(params, rates.tolist(), strict=True))):
-                    p.add_(gradient(p), alpha=rate / _scale(p))
+                    p.add_(gradient(p), alpha=rate)
             else:  # the rate stays on the device
                 for p, each in zip(params, rates.unbind(), strict=True):
-                    p.addcmul_(gradient(p), (each / _scale(p)).to(p.dtype))
+                    p.addcmul_(gradient(p), each.to(p.dtype))
 
     @property
     def _found_inf(self) -> torch.Tensor | None:
@@ -139,8 +132,8 @@ class Lamb(Optimizer):
 
     def _state(self, param: torch.Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.state[param]
+        step_count(state, param.device)
         if "exp_avg" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
             state["exp_avg"] = torch.zeros_like(param)
             state["exp_avg_sq"] = torch.zeros_like(param)
         return state
@@ -165,22 +158,6 @@ def _squares(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
     return [norm.square() for norm in torch._foreach_norm(tensors, 2, dtype=wide)]
 
 
-def _are_lost(grads: list[torch.Tensor]) -> bool:
-    """Whether gradients are known to be so small beside ``SCALES`` that they are lost in the rounding of a direction.
-
-    On a GPU one would have to wait for the answer.
-    """
-    if grads[0].device.type != "cpu" or _torch.is_fake(grads[0]):
-        return False
-    # A sum of squares is no less than the largest of them, and not a number where that is not one.
-    limit = (_scale(grads[0]) * torch.finfo(grads[0].dtype).eps / 2) ** 2
-    return all(float(square) <= limit for square in _squares(grads))
-
-
-def _scale(tensor: torch.Tensor) -> float:
-    return SCALES.get(tensor.dtype, 1.0)
-
-
 def _torch_fused(
     group: dict[str, Any],
     found_inf: torch.Tensor | None,
@@ -190,30 +167,28 @@ def _torch_fused(
     exp_avg_sqs: list[torch.Tensor],
 ) -> None:
     """Move the moments, and put the negative directions over the gradients."""
-    # Adam's kernel after infinitely many steps (no bias correction), with the gradient as what it steps, too.
-    stepped = grads if _are_lost(grads) else [torch.zeros_like(grad) for grad in grads]
+    # Adam's kernel after infinitely many steps (no bias correction), with the gradient as what it steps, too: a decay
+    # by all of it leaves the step alone.
     steps = [torch.full((), math.inf, dtype=torch.float32, device=params[0].device)] * len(params)
     beta1, beta2 = group["betas"]
-    scale = _scale(grads[0])
     _torch.fused_adam_(
-        stepped,
+        grads,
         grads,
         exp_avgs,
         exp_avg_sqs,
         steps,
-        lr=scale,
+        lr=1.0,
         beta1=beta1,
         beta2=beta2,
         eps=group["eps"],
+        weight_decay=1.0,
         found_inf=found_inf,
     )
-    if stepped is not grads:
-        torch._foreach_copy_(grads, stepped)
-    elif found_inf is not None:  # then the kernel left the gradients as they were, and 0 times infinity is no step
+    if found_inf is not None:  # then the kernel left the gradients as they were, and 0 times infinity is no step
         for grad in grads:
             grad.masked_fill_(found_inf.reshape(()).bool(), 0)
     if group["weight_decay"]:
-        torch._foreach_add_(grads, params, alpha=-scale * group["weight_decay"])
+        torch._foreach_add_(grads, params, alpha=-group["weight_decay"])
 
 
 def _foreach(
@@ -242,11 +217,10 @@ def _foreach(
     else:
         denominators = torch._foreach_sqrt(exp_avg_sqs)
         torch._foreach_add_(denominators, group["eps"])
-    scale = _scale(grads[0])
     torch._foreach_zero_(grads)
-    torch._foreach_addcdiv_(grads, exp_avgs, denominators, value=-scale)
+    torch._foreach_addcdiv_(grads, exp_avgs, denominators, value=-1)
     if group["weight_decay"]:
-        torch._foreach_add_(grads, params, alpha=-scale * group["weight_decay"])
+        torch._foreach_add_(grads, params, alpha=-group["weight_decay"])
 
 
 def _rates(squares: torch.Tensor, counts: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:

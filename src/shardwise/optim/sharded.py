@@ -14,6 +14,7 @@ from shardwise.errors import NotYetSupported, ShardingError
 from shardwise.optim.kinds import Kind, kind_of
 from shardwise.optim.lamb import Lamb
 from shardwise.optim.muon import Muon
+from shardwise.optim.saved import ENTRY, Place, Saved
 from shardwise.optim.shards import Shards, Window
 from shardwise.optim.ways import ByElements, ByMatrices, ByNorms, ByWhole, Way
 from shardwise.precision import LossScaler, NoScaler
@@ -58,6 +59,7 @@ class ShardedOptimizer(Optimizer):
         self._way = _way(self.kind, inner, self._shards, _cut(model, self.kind, min(sub_group_size, STEP_NUMEL)))
         self._names = {id(slot.param): slot.name for u in model.units for slot in u.slots}
         self._trained = self._rebind(self._way.tensors())
+        self._saved = Saved(inner, model, self.kind, self._places(self._way.tensors()))
         model.on_unfreeze = self._unfreeze
         self._warn_about_untrained()
 
@@ -92,12 +94,27 @@ class ShardedOptimizer(Optimizer):
         return self.optimizer.register_step_post_hook(hook)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of the optimizer's state."""
-        return self.optimizer.state_dict()
+        """This rank's part of the optimizer's state, of the fp32 master weights and of the loss scale.
+
+        The entry ``"shardwise"`` says whose it is. As in torch, tensors are the live ones: copy what must not move.
+        """
+        state = self.optimizer.state_dict()
+        return state if self._model.closed else {**state, ENTRY: self._saved.entry(self.scaler)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave on the same rank of the same layout."""
-        self.optimizer.load_state_dict(dict(state_dict))
+        """Restore what :meth:`state_dict` gave on the same rank of the same layout. All ranks must call this.
+
+        Load the model's weights before: from low-precision ones the masters are made anew, and these are loaded here.
+        A state without the entry ``"shardwise"`` must have the sizes of this rank's pieces.
+
+        Raises:
+            ShardingError: on all ranks, if it is another rank's or another layout's on any.
+        """
+        if self._model.closed:
+            raise ShardingError("the engine is destroyed; load into the plain optimizer, which has whole parameters.")
+        self._saved.check(state_dict)
+        self.optimizer.load_state_dict({k: v for k, v in state_dict.items() if k != ENTRY})
+        self._saved.restore(state_dict.get(ENTRY, {}), self.scaler)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the window."""
@@ -175,6 +192,17 @@ class ShardedOptimizer(Optimizer):
                     tensor = tensors[id(param)]
                     self.optimizer.state[tensor] = _cut_state(old_state[param], pieces[id(param)], tensor)
         return {id(param) for params in self._given for param in params}
+
+    def _places(self, tensors: Mapping[int, nn.Parameter]) -> list[list[Place]]:
+        """Where what each group of the inner optimizer holds lies in the model."""
+        pieces = {id(piece.slot.param): piece for piece, _ in self._shards.of(self._model.units)}
+        place_of = {}
+        for key, tensor in tensors.items():
+            piece = pieces[key]
+            whole = tensor.numel() == piece.slot.numel
+            start, numel = (0, tensor.numel()) if whole else (piece.param_start, piece.numel)
+            place_of[id(tensor)] = (piece.slot.name, start, numel)
+        return [[place_of[id(t)] for t in group["params"]] for group in self.optimizer.param_groups]
 
     def _unfreeze(self, unit: Unit) -> None:
         self._shards.follow_master(unit)

@@ -88,5 +88,5 @@ def _scale_(total: torch.Tensor, scale: torch.Tensor) -> None:
     if total.device.type == "cpu" or total.dtype.itemsize > 2:
         total.mul_(scale)  # on a CPU, torch computes in fp32 with a 0-d factor
         return
-    for part in total.split(GPU_NUMEL):
+    for part in torch.split(total, GPU_NUMEL):
         part.copy_(part.float() * scale)

@@ -16,6 +16,7 @@ from shardwise.optim.common import (
     fits_fused_kernel,
     gradient,
     has_fused_kernel,
+    step_count,
     with_gradient,
 )
 
@@ -81,7 +82,7 @@ def adam_step(optimizer: Optimizer, params: list[torch.Tensor], group: dict[str,
     # The fused kernel reads the count on the device, the others on the host.
     device = params[0].device if fused else torch.device("cpu")
     if corrected:
-        steps = [s.setdefault("step", torch.zeros((), dtype=torch.float32, device=device)) for s in states]
+        steps = [step_count(s, device) for s in states]
     else:
         steps = [torch.full((), math.inf, dtype=torch.float32, device=device)] * len(params)
     beta1, beta2 = group["betas"]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 
 from shardwise.optim.common import gradient
 from shardwise.optim.lamb import Lamb
-from shardwise.optim.muon import Muon, Update
+from shardwise.optim.muon import Muon
 from shardwise.optim.shards import Shards, Window
 from shardwise.optim.whole import Spread, Wholes
 from shardwise.sharding import Unit
@@ -66,6 +67,10 @@ class ByNorms:
     def step(self, window: Window) -> list[Any]:  # noqa: D102
         for units in self._groups:
             self._shards.bind(units, window)
+        as_one_step(self._inner, self._both_passes)
+        return [handle for units in self._groups for handle in self._shards.land(units, window)]
+
+    def _both_passes(self) -> None:
         squares = self._inner.advance()
         pieces = [pair for units in self._groups for pair in self._shards.of(units)]
         of_slot = {id(piece.slot.param): squares[t] for piece, t in pieces if t in squares}
@@ -75,12 +80,7 @@ class ByNorms:
         if unit.policy.shard_optimizer:
             unit.axis.sum_small(table, "norms of weights and directions")
         row = {id(slot.param): table[i] for i, slot in enumerate(self._slots)}
-        handles = []
-        for units in self._groups:
-            members = [(piece, t) for piece, t in self._shards.of(units) if t in squares]
-            self._inner.apply({t: row[id(piece.slot.param)] for piece, t in members})
-            handles += self._shards.land(units, window)
-        return handles
+        self._inner.apply({t: row[id(piece.slot.param)] for piece, t in pieces if t in squares})
 
 
 class ByMatrices:
@@ -103,20 +103,15 @@ class ByMatrices:
         for units, wholes in zip(self._groups, self._wholes, strict=True):
             self._shards.bind(units, window)
             pieces = self._shards.of(units)
-            with _only(self._inner, [t for _, t in pieces], len(self._groups) > 1):
-                updates = self._inner.advance()
             slots = _used(units, window, self._matrices)
-            self._orthogonalize(updates, {t: piece.slot for piece, t in pieces}, slots, wholes)
+            slot_of: dict[torch.Tensor, Slot] = {t: piece.slot for piece, t in pieces}
+            with _only(self._inner, [t for _, t in pieces], len(self._groups) > 1):
+                as_one_step(self._inner, functools.partial(self._both_passes, slot_of, slots, wholes))
             handles += self._shards.land(units, window)
         return handles
 
-    def _orthogonalize(
-        self,
-        updates: list[Update],
-        slot_of: Mapping[torch.Tensor, Slot],
-        slots: list[Slot],
-        wholes: Wholes,
-    ) -> None:
+    def _both_passes(self, slot_of: Mapping[torch.Tensor, Slot], slots: list[Slot], wholes: Wholes) -> None:
+        updates = self._inner.advance()
         of_slot = {id(slot_of[u.param].param): u for u in updates}
         for update in updates:
             if not wholes.spreads[id(slot_of[update.param].param)].split:
@@ -183,9 +178,9 @@ class ByWhole:
         weights = wholes.gather(split, {key: pieces[key].data for key in mine})
         grads = wholes.gather(split, {key: gradient(pieces[key]) for key in mine})
         for key, value in weights.items():
-            tensor = self._whole[key]
-            tensor.data = value.to(tensor.dtype)
-            tensor.grad = grads[key].to(tensor.dtype)
+            tensor, dtype = self._whole[key], wholes.dtype(wholes.spreads[key].slot)
+            tensor.data = value.to(dtype)
+            tensor.grad = grads[key].to(dtype)
 
     def _return(self, split: list[Spread], pieces: Mapping[int, nn.Parameter], wholes: Wholes) -> None:
         if not split:
@@ -196,6 +191,13 @@ class ByWhole:
         for key, slot in owned.items():
             self._whole[key].data = wholes.absent(slot)
             self._whole[key].grad = None
+
+
+def as_one_step(inner: Optimizer, passes: Callable[[], None]) -> None:
+    """Run what an optimizer does instead of ``step()`` with the hooks of a step around it."""
+    # What the schedules of torch look at, to see that the optimizer went before them.
+    inner._opt_called = True  # type: ignore[attr-defined]
+    Optimizer.profile_hook_step(lambda *_: passes())(inner)
 
 
 def _used(units: list[Unit], window: Window, among: set[int]) -> list[Slot]:

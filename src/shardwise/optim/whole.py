@@ -53,14 +53,16 @@ class Wholes:
         self.spreads = _share_out(units, work)
         self._me = self._axis.position
         self._like = units[0].shard
-        # Weights of several dtypes travel together, in the widest of them.
-        dtypes = [_dtype(unit) for unit in units if unit.dtype.is_floating_point]
-        self._dtype = functools.reduce(torch.promote_types, dtypes) if dtypes else self._like.dtype
-        self._dtypes = {id(slot.param): _dtype(unit) for unit in units for slot in unit.slots}
+        self._units = units
+        self._unit_of = {id(slot.param): unit for unit in units for slot in unit.slots}
 
     def absent(self, slot: Slot) -> torch.Tensor:
         """What stands for a whole parameter while it is not here: its shape and dtype, and the memory of one number."""
-        return self._like.new_zeros((), dtype=self._dtypes[id(slot.param)]).expand(slot.shape)
+        return self._like.new_zeros((), dtype=self.dtype(slot)).expand(slot.shape)
+
+    def dtype(self, slot: Slot) -> torch.dtype:
+        """In which the parameter is stepped: now, for a parameter that was frozen until now has a master since."""
+        return _dtype(self._unit_of[id(slot.param)])
 
     def owned(self, slot: Slot) -> bool:
         """Whether this rank makes the parameter whole."""
@@ -119,11 +121,17 @@ class Wholes:
         return slices[id(spread.slot.param)].reshape(-1) if spread.sizes[self._me] else None
 
     def _exchange(self, out: Sequence[torch.Tensor | None], sent: list[int], received: list[int]) -> torch.Tensor:
-        parts = [part.to(self._dtype) for part in out if part is not None and part.numel()]
-        outbox = torch.cat(parts) if parts else self._like.new_empty(0, dtype=self._dtype)
-        inbox = self._like.new_empty(sum(received), dtype=self._dtype)
+        dtype = self._travels()
+        parts = [part.to(dtype) for part in out if part is not None and part.numel()]
+        outbox = torch.cat(parts) if parts else self._like.new_empty(0, dtype=dtype)
+        inbox = self._like.new_empty(sum(received), dtype=dtype)
         self._axis.all_to_all(outbox, sent, inbox, received, self._key, self._tag).wait()
         return inbox
+
+    def _travels(self) -> torch.dtype:
+        """Weights of several dtypes travel together, in the widest of them."""
+        dtypes = [_dtype(unit) for unit in self._units if unit.dtype.is_floating_point]
+        return functools.reduce(torch.promote_types, dtypes) if dtypes else self._like.dtype
 
 
 _Tensors = dict[int, torch.Tensor]
