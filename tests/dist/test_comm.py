@@ -211,10 +211,10 @@ def test_inboxes_are_used_again(ranks: RankPools) -> None:
 
 def wait_for(op: str) -> None:
     """Rank 2 never calls."""
-    axis = mesh(1.5).world
+    axis = mesh(2).world
     flat = torch.zeros(axis.size * 1000)
     if axis.position == 2:
-        time.sleep(5)
+        time.sleep(6)
         return
     if op == "all_gather":
         axis.all_gather(flat, axis.slice_of(flat), "blocks.3", 0).wait()
@@ -235,13 +235,14 @@ def test_a_rank_that_does_not_arrive_is_named(ranks: RankPools, op: str) -> None
         assert isinstance(error, CommError), caught.value
         # The rank that gives up first closes its connections: the other may see that before its own time is over.
         assert f"`{op} blocks.3`" in str(error) and "rank 2" in str(error)
-        if op in ("all_gather", "reduce_scatter"):
-            assert f"rank {rank} waited 1.5 s in `{op} blocks.3` on axis `world`" in str(error)
-            assert "Did not arrive: rank 2." in str(error) and "communication_timeout" in str(error)
+    if op in ("all_gather", "reduce_scatter"):
+        said = [str(caught.value.exceptions[rank]) for rank in (0, 1)]
+        first = next(text for rank, text in enumerate(said) if f"rank {rank} waited 2 s in `{op} blocks.3`" in text)
+        assert "on axis `world`" in first and "Did not arrive: rank 2." in first and "communication_timeout" in first
 
 
 def wait_elsewhere() -> None:
-    axis = mesh(1.5).world
+    axis = mesh(2).world
     flat = torch.zeros(axis.size * 1000)
     key = f"blocks.{axis.position}"
     axis.all_gather(flat, axis.slice_of(flat), key, axis.position).wait()
@@ -253,7 +254,9 @@ def test_ranks_that_wait_for_different_things_are_named(ranks: RankPools) -> Non
     for rank in (0, 1):
         error = caught.value.exceptions[rank]
         assert isinstance(error, CommError), caught.value
-        assert f"Rank {1 - rank} waits in `all_gather blocks.{1 - rank}` instead." in str(error)
+        # Of the two, one may see that the other closed its connection before its own time is over.
+        assert f"`all_gather blocks.{1 - rank}`" in str(error) and f"ank {1 - rank} " in str(error)
+    assert any("waits in `all_gather blocks" in str(caught.value.exceptions[rank]) for rank in (0, 1))
 
 
 def die() -> str:

@@ -16,7 +16,7 @@ import shardwise
 
 Make = Callable[[Iterable[Any]], Optimizer]
 STEPS = 4
-CLIP = 0.5
+CLIP = 0.2
 
 
 class Branch(nn.Module):
