@@ -50,11 +50,11 @@ def message(**keys):
         ),
         (
             {"scheduler": {"type": "WarmupLR", "params": {"total_num_steps": 10}}},
-            "scheduler.params.total_num_steps: unknown key for this type, which takes last_batch_iteration",
+            "scheduler.params.total_num_steps: unknown key for this scheduler.type, which takes last_batch_iteration",
         ),
         (
             {"optimizer": {"type": "SGD", "params": {"betas": [0.9, 0.9]}}},
-            "optimizer.params.betas: unknown key for this type, which takes dampening",
+            "optimizer.params.betas: unknown key for this optimizer.type, which takes dampening",
         ),
         ({"stage": 3}, 'stage: unknown key here; "stage" belongs in zero_optimization'),
         ({"lr": 3}, 'lr: unknown key here; "lr" belongs in optimizer.params'),

@@ -80,7 +80,7 @@ def unknown_key(path: Path, known: Iterable[str] | None = None) -> str:
         return "unknown key; loss scaling is for fp16 only, bf16 has the range of fp32 and needs none: remove it"
     names = list(known_keys().get(section, ()) if known is None else known)
     if key in known_keys().get(section, ()):
-        return f"unknown key for this type, which takes {', '.join(sorted(names))}"
+        return f"unknown key for this {format_path(section[:1])}.type, which takes {', '.join(sorted(names))}"
     elsewhere = [other for other, keys in known_keys().items() if key in keys and other != section]
     if elsewhere and not difflib.get_close_matches(key, names, n=1, cutoff=0.9):
         return f"unknown key here; {_belongs(elsewhere, key)}"

@@ -82,6 +82,8 @@ class Problems:
     warnings: list[str] = field(default_factory=list)
     aliases: dict[str, str] = field(default_factory=dict)
     """Section name -> the other name under which the user wrote it."""
+    renamed: dict[Path, Path] = field(default_factory=dict)
+    """Path of a key -> the path of the old key that the user wrote instead."""
 
     def add(self, path: Path, message: str, kind: Kind = "bad") -> None:
         """Record a problem, unless the path has one. An unknown key is never anything else."""
@@ -93,7 +95,9 @@ class Problems:
         return any(path[:end] in self.found for path in paths for end in range(len(path) + 1))
 
     def written(self, path: Path) -> str:
-        """Write a path with the section name that the user used."""
+        """Write a path with the names that the user used."""
+        if path in self.renamed:
+            return f"{format_path(self.renamed[path])} (now {format_path(path)})"
         if path and isinstance(path[0], str):
             path = (self.aliases.get(path[0], path[0]), *path[1:])
         return format_path(path)

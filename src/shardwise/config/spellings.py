@@ -54,6 +54,8 @@ def _rename_offload(zero: dict[str, object], problems: Problems) -> None:
             continue
         device = "cpu" if value else "none"
         problems.warnings.append(f'zero_optimization.{old} is the old name of {new}: {{"device": "{device}"}}')
+        if new not in zero:
+            problems.renamed["zero_optimization", new, "device"] = ("zero_optimization", old)
         section = zero.setdefault(new, {})
         if isinstance(section, dict) and section.setdefault("device", device) != device:
             problems.add(("zero_optimization", old), f"this is the old name of {new}.device, which says otherwise")
