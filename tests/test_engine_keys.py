@@ -74,6 +74,23 @@ def test_the_autocast_dtype_is_that_of_matrix_products() -> None:
         engine.destroy()
 
 
+@pytest.mark.parametrize("low", ["fp16", "bf16"])
+def test_autocast_beside_parameters_of_16_bits_has_their_dtype(low: str) -> None:
+    model = nn.Sequential(nn.Embedding(5, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.LayerNorm(4))
+    engine = started(model, torch_autocast={"enabled": True}, **{low: {"enabled": True}})
+    try:
+        assert engine(torch.tensor([1, 2])).dtype == next(engine.module.parameters()).dtype
+    finally:
+        engine.destroy()
+
+
+def test_param_dtype_is_that_of_the_parameters_or_an_error() -> None:
+    types = {"param_dtype": "fp32"}
+    with pytest.raises(shardwise.ConfigError, match=r'data_types\.param_dtype: "fp32", but weight is bfloat16'):
+        started(nn.Linear(4, 2).bfloat16(), data_types=types)
+    started(nn.Linear(4, 2), data_types=types).destroy()
+
+
 def test_every_key_of_comet_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
 

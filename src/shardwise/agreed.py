@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,6 +12,7 @@ from shardwise import _torch
 from shardwise.dist import Axis
 from shardwise.dist.words import from_first
 from shardwise.errors import ConfigError
+from shardwise.monitor.tracker import leaves
 
 if TYPE_CHECKING:
     from shardwise.config import Config
@@ -43,18 +43,9 @@ def require_same_config(config: Config, world: Axis, device: torch.device) -> No
         raise ConfigError(
             f"rank {others[0]} was given another configuration than rank {world.ranks[0]}; see its error."
         )
-    theirs, ours = dict(_leaves(first)), dict(_leaves(json.loads(text)))
+    theirs, ours = dict(leaves(first)), dict(leaves(json.loads(text)))
     differ = sorted(key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key))
     raise ConfigError(
         f"rank {me} was given another configuration than rank {world.ranks[0]}: {', '.join(differ[:10])}. Give all "
         "ranks the same; what only one rank does (writing logs) it does by itself."
     )
-
-
-def _leaves(value: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    for key, item in value.items():
-        here = f"{path}.{key}" if path else key
-        if isinstance(item, Mapping) and item:
-            yield from _leaves(item, here)
-        else:
-            yield here, item

@@ -49,6 +49,24 @@ def check_arguments(model: Any, optimizer: Any, lr_scheduler: Any, mpu: Any, mes
         raise NotYetSupported("mpu / mesh_param: model-parallel axes have not landed yet.")
 
 
+def check_dtype(model: nn.Module, config: Config) -> None:
+    """Whether the parameters will have the dtype that ``data_types.param_dtype`` says.
+
+    Raises:
+        ConfigError: a floating-point parameter has another one.
+    """
+    wanted = config.data_types.param_dtype
+    if wanted is None or model_dtype(config) is not None:  # fp16 and bf16 cast them, and were compared when loaded
+        return
+    for name, param in model.named_parameters():
+        if param.is_floating_point() and param.dtype != torch_dtype(wanted):
+            found = str(param.dtype).removeprefix("torch.")
+            raise ConfigError(
+                f'data_types.param_dtype: "{wanted}", but {name} is {found} and nothing casts it. '
+                "Cast the model before initialize, or remove the key."
+            )
+
+
 def gradient_arguments(config: Config, mesh: Mesh) -> dict[str, Any]:
     """What the configuration says of the dtypes and the division of gradients, for a :class:`ShardedModel`."""
     low = model_dtype(config)

@@ -26,7 +26,7 @@ from shardwise.dist.mesh import default_device
 from shardwise.engine import Engine
 from shardwise.engine_blocks import check_blocks
 from shardwise.errors import CommError, ConfigError
-from shardwise.ingredients import check_arguments, gradient_arguments, make_optimizer, make_scheduler
+from shardwise.ingredients import check_arguments, check_dtype, gradient_arguments, make_optimizer, make_scheduler
 from shardwise.messages import logger, set_level, show_messages
 from shardwise.monitor import check_packages
 from shardwise.notes import notes
@@ -103,14 +103,11 @@ def initialize(
         secondary_size=zero.zero_hpz_partition_size,
         timeout=timedelta(seconds=settings.communication_timeout),
     )
-    try:
-        require_same_config(settings, mesh.world, device)
-    except ConfigError:
-        mesh.close()
-        raise
     sharded = None
     undo = contextlib.ExitStack()  # what `destroy` takes back, or an error here
     try:
+        require_same_config(settings, mesh.world, device)
+        check_dtype(model, settings)
         undo.callback(set_level(settings.log_level))
         if mesh.world.position == 0:
             for note in notes(settings):

@@ -21,6 +21,11 @@ from .configs import minimal
             "data_types.param_dtype",
             "make the parameters fp16",
         ),
+        (
+            {"torch_autocast": {"enabled": True, "dtype": "bf16"}, "fp16": {"enabled": True}},
+            "torch_autocast.dtype",
+            "fp16.enabled makes the parameters fp16 and torch_autocast.enabled is true",
+        ),
         ({"data_types": {"grad_accum_dtype": "fp16"}}, "data_types.grad_accum_dtype", 'write "fp32"'),
         (
             {"data_types": {"grad_accum_dtype": "fp16"}, "bf16": {"enabled": True}},

@@ -7,7 +7,13 @@ from typing import Any
 
 from shardwise.config.fields import Integer, refused
 from shardwise.config.problems import Path, Problems
-from shardwise.config.sections import BF16Section, DataTypesSection, FP16Section, ZeroSection
+from shardwise.config.sections import (
+    BF16Section,
+    DataTypesSection,
+    FP16Section,
+    TorchAutocastSection,
+    ZeroSection,
+)
 from shardwise.errors import ConfigError
 
 
@@ -47,6 +53,14 @@ def _check_dtypes(sections: Mapping[str, Any], fp16: FP16Section, bf16: BF16Sect
             ("data_types", "grad_accum_dtype"),
             f'"{types.grad_accum_dtype}" is narrower than the gradients, which are {dtype}; write "fp32"'
             + (f' or "{dtype}"' if dtype != "fp32" else ""),
+        )
+    autocast: TorchAutocastSection = sections.get("torch_autocast") or TorchAutocastSection()
+    products = {"float16": "fp16", "bfloat16": "bf16"}.get(autocast.dtype or "")
+    if autocast.enabled and products is not None and dtype not in ("fp32", products):
+        problems.add(
+            ("torch_autocast", "dtype"),
+            f'"{autocast.dtype}", but {dtype}.enabled makes the parameters {dtype} and torch_autocast.enabled is true: '
+            "the two dtypes would meet in one operation; keep one of the two sections",
         )
     if bf16.bf16_optimizer_states != bf16.bf16_master_weights_and_grads:
         problems.add(

@@ -99,8 +99,8 @@ def autocast_context(config: PrecisionConfig, device_type: str) -> contextlib.Ab
     """A new context for one forward: ``torch.autocast`` as the config asks, or nothing when off.
 
     Args:
-        config: the configuration; ``torch_autocast.dtype`` null means bfloat16, which needs no loss scale (torch's own
-            default is float16 on a GPU).
+        config: the configuration; ``torch_autocast.dtype`` null means the dtype of the parameters if that is 16 bits
+            wide, else bfloat16, which needs no loss scale (torch's own default is float16 on a GPU).
         device_type: ``"cpu"`` or ``"cuda"``.
 
     Raises:
@@ -109,7 +109,8 @@ def autocast_context(config: PrecisionConfig, device_type: str) -> contextlib.Ab
     section = config.torch_autocast
     if not section.enabled:
         return contextlib.nullcontext()
-    dtype = torch_dtype(section.dtype or "bf16", "torch_autocast.dtype")
+    given = torch_dtype(section.dtype, "torch_autocast.dtype") if section.dtype else None
+    dtype = given or model_dtype(config) or torch.bfloat16
     if dtype not in (torch.float16, torch.bfloat16):
         raise ConfigError(f"torch_autocast.dtype: expected 'fp16' or 'bf16', got {section.dtype!r}.")
     return torch.autocast(device_type, dtype=dtype)

@@ -95,7 +95,7 @@ class TorchAutocastSection(Section):
     dtype: Annotated[
         str | None,
         BeforeValidator(Text(AUTOCAST_DTYPES)),
-        Says(lambda v, c: f"matrix products in {v or 'bfloat16'}", _AUTOCAST),
+        Says(lambda v, c: f"matrix products in {v or ('float16' if c.fp16.enabled else 'bfloat16')}", _AUTOCAST),
     ] = None
     lower_precision_safe_modules: Annotated[
         list[str] | None,
@@ -115,7 +115,7 @@ class DataTypesSection(Section):
     param_dtype: Annotated[
         str | None,
         BeforeValidator(Text(DTYPES)),
-        Says("only compared with fp16.enabled and bf16.enabled, which decide"),
+        Says("only compared: fp16.enabled, bf16.enabled and the model decide"),
     ] = None
     buffer_dtype: Annotated[
         str | None,
