@@ -4,8 +4,10 @@ Tolerances. In float64 and float32 the only difference to plain torch is the ord
 (cut by ranks and micro-steps) and inside fused optimizer kernels. Each is wrong by a few units of rounding, 1.1e-16 or
 6e-8 relative, and 20 steps of a smooth model multiply that by at most some hundreds; 1e-10 and 1e-5 leave room for it
 and none for a wrong weight of a rank or micro-step (an error of 1e-2 and more), a missing clip or a late parameter.
-AdamW's first steps divide each gradient by its own size: with ``eps`` far below the gradients' rounding a gradient
-element that happens to be almost zero would be stepped by rounding alone. In float32 ``eps`` is therefore 1e-3.
+Adam and its kin divide a gradient by its own size: an element within rounding of zero is stepped by rounding alone,
+unless ``eps`` is far above that rounding. The chance of such an element in a drawn batch grows as 1 / ``eps``, so
+``eps`` is 1e-5 in float64 and 1e-3 in float32; gradients here are 1e-3 to 1e-1. Plain torch differs from itself, with
+the same batch in 3 or 8 parts, by 1e-13 and 1e-6 at most over 120 and more seeds (docs/log.md).
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from tests.equivalence.harness import Tolerance, check
 from tests.equivalence.recipe import Layout, Recipe
 
 RTOL = {"float64": Tolerance(1e-10), "float32": Tolerance(1e-5)}
-EPS = {"float64": 1e-8, "float32": 1e-3}
+EPS = {"float64": 1e-5, "float32": 1e-3}
 
 # Stage 3 with everything released at once; and with small parameters resting whole, units kept for reuse, or both.
 RELEASE_ALL = (("stage3_param_persistence_threshold", 0), ("stage3_max_reuse_distance", 0))
@@ -169,15 +171,17 @@ def test_every_way_to_give_an_optimizer_and_a_schedule(ranks: Any) -> None:
 
 
 def test_every_elementwise_optimizer_of_torch_can_step_shards(ranks: Any) -> None:
+    eps = ("eps", EPS["float64"])
     classes: dict[str, tuple[tuple[str, Any], ...]] = {
         "ASGD": (("lr", 0.05), ("t0", 3.0)),
         "Adadelta": (("lr", 1.0),),
-        "Adagrad": (("lr", 0.02), ("lr_decay", 0.1)),
-        "Adam": (("lr", 0.01), ("amsgrad", True)),
-        "Adamax": (("lr", 0.01), ("weight_decay", 0.1)),
-        "NAdam": (("lr", 0.01), ("decoupled_weight_decay", True), ("weight_decay", 0.1)),
-        "RAdam": (("lr", 0.01),),
-        "RMSprop": (("lr", 0.01), ("momentum", 0.5), ("centered", True)),
+        "Adagrad": (("lr", 0.02), ("lr_decay", 0.1), eps),
+        "Adam": (("lr", 0.01), ("amsgrad", True), eps),
+        "Adamax": (("lr", 0.01), ("weight_decay", 0.1), eps),
+        "NAdam": (("lr", 0.01), ("decoupled_weight_decay", True), ("weight_decay", 0.1), eps),
+        "RAdam": (("lr", 0.01), eps),
+        # Its first step is 1 / sqrt(1 - alpha) = 10 times `lr`.
+        "RMSprop": (("lr", 0.001), ("momentum", 0.5), ("centered", True), eps),
         "Rprop": (("lr", 0.01),),
         "SGD": (("lr", 0.05), ("momentum", 0.9), ("nesterov", True)),
     }
