@@ -48,9 +48,9 @@ def repeat(loader: DataLoader[Any]) -> Iterator[Any]:
         epoch += 1
 
 
-def to_device(value: Any, device: torch.device) -> Any:
+def to_device(value: Any, device: torch.device, non_blocking: bool = True) -> Any:
     """Tensors in nested lists, tuples and dicts, on a device."""
-    return _mapped(value, lambda t: t.to(device, non_blocking=True))
+    return _mapped(value, lambda t: t.to(device, non_blocking=non_blocking))
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
