@@ -89,6 +89,12 @@ class Mesh:
             secondary = _axis("secondary", rows, rank, timeout)
         return cls(world, shard, replicate, secondary)
 
+    @classmethod
+    def over(cls, world: Axis) -> Mesh:
+        """A mesh without groups of its own, over the ranks of an axis that exists."""
+        alone = Axis("replicate", (world.ranks[world.position],), 0, None, world.timeout)
+        return cls(world, world, alone, None)
+
     def axes(self) -> list[Axis]:
         """Every distinct axis."""
         found = {id(a): a for a in (self.world, self.shard, self.replicate, self.secondary) if a is not None}

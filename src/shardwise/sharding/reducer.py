@@ -3,22 +3,77 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
 from shardwise import _torch
 from shardwise.dist import Handle, Mesh
-from shardwise.sharding.gradient import UnitGradient
 from shardwise.sharding.policy import Policy
-from shardwise.sharding.unit import Unit
+from shardwise.sharding.unit import Slot, Unit
 
 # Reductions in flight at once. One travels while the next unit's gradients are computed; more only cost memory.
 MAX_IN_FLIGHT = 2
 
 
-class Reducer:
+class Group(Protocol):
+    """Parameters whose gradients are reduced together."""
+
+    @property
+    def slots(self) -> Sequence[Slot]:
+        """The parameters."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+
+
+class Gradient(Protocol):
+    """The gradients of one unit or bucket, as the reducer sees them."""
+
+    repeated: bool
+
+    @property
+    def unit(self) -> Group:
+        """Whose gradients."""
+
+    @property
+    def trained(self) -> bool:
+        """Whether any parameter wants a gradient now."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether every parameter has got its gradient in this backward."""
+
+    @property
+    def pending(self) -> bool:
+        """Whether gradients were collected that are not reduced yet."""
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a reduction was started and not finished."""
+
+    def begin_backward(self) -> None:
+        """Forget which gradients arrived in the last backward."""
+
+    def collect(self, param: torch.Tensor) -> None:
+        """Take ``param.grad``, which autograd has just completed."""
+
+    def start_reduction(self) -> Handle:
+        """Begin to reduce what was collected."""
+
+    def finish_reduction(self, handle: Handle) -> None:
+        """Wait for the reduction."""
+
+    def discard(self) -> None:
+        """Drop all gradients of the window."""
+
+
+G = TypeVar("G", bound=Gradient)
+
+
+class Reducer(Generic[G]):
     """Watches the backward pass and reduces each unit when its gradients are there.
 
     All ranks reduce the units in the same order, whatever parameters each of them used: a unit waits for those
@@ -41,7 +96,7 @@ class Reducer:
         active: whether a backward pass is running.
     """
 
-    def __init__(self, grads: list[UnitGradient], policy: Policy, mesh: Mesh, *, overlap: bool, by_scope: bool) -> None:
+    def __init__(self, grads: list[G], policy: Policy, mesh: Mesh, *, overlap: bool, by_scope: bool) -> None:
         self.grads = list(grads)
         self.boundary = True
         self.active = False
@@ -56,7 +111,7 @@ class Reducer:
         self._cursor = 0
         self._ready: set[int] = set()
         self._issued: set[int] = set()
-        self._in_flight: list[tuple[UnitGradient, Handle]] = []
+        self._in_flight: list[tuple[G, Handle]] = []
         self._unreduced = False
         self._ends_itself = False
         self._arrivals = 0
@@ -69,7 +124,7 @@ class Reducer:
         for index in range(len(self.grads)):
             self._watch(index)
 
-    def add(self, grad: UnitGradient) -> None:
+    def add(self, grad: G) -> None:
         """Watch one more unit (it was frozen before)."""
         self.grads.append(grad)
         index = len(self.grads) - 1
@@ -140,11 +195,15 @@ class Reducer:
             grad.discard()
 
     def close(self) -> None:
+        """Stop watching, and drop the gradients of the window."""
+        self.unwatch()
+        self.discard()
+
+    def unwatch(self) -> None:
         """Stop watching."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        self.discard()
 
     def watch_param(self, index: int, param: torch.nn.Parameter) -> None:
         """Collect this parameter's gradients for the unit with this index."""
