@@ -17,7 +17,7 @@ from shardwise.optim.sharded import ShardedOptimizer
 from shardwise.outcome import StepOutcome, clip_factor
 from shardwise.precision import NoScaler, autocast_context
 from shardwise.sharding.access import pinned
-from shardwise.sharding.agreement import agree, not_finite_units
+from shardwise.sharding.agreement import Agreement, agree, not_finite_units
 from shardwise.sharding.gradient import LOW_PRECISION
 from shardwise.sharding.reducer import warn_discarded
 
@@ -122,7 +122,6 @@ class Engine(EngineState):
             )
         with self._journal.part("step"):
             self.settle()
-            self._sharded.reducer.finish()
             self._outcome = self._take_step(self.optimizer)
             self._unsettled = True
             self._lr_kwargs = dict(lr_kwargs or {})
@@ -166,6 +165,28 @@ class Engine(EngineState):
         mean = torch.stack(losses).float().mean().reshape(1)
         self.mesh.world.sum_small(mean, "mean loss")
         return mean[0] / self.mesh.world.size
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Clip the gradient of the complete window in the step that follows, for a script that decides by itself.
+
+        Between the window's last backward and ``step``. All ranks must call this.
+
+        Args:
+            max_norm: the largest norm; it takes the place of ``gradient_clipping`` in this step. 0: do not clip.
+
+        Returns:
+            The norm before clipping (0-d, on the device).
+
+        Raises:
+            ShardingError: the window is not complete.
+        """
+        if not self.is_gradient_accumulation_boundary():
+            raise ShardingError(
+                "engine.clip_grad_norm_: the window is not complete, so its norm is not known. Call it between the "
+                "backward of the last micro-batch and engine.step()."
+            )
+        self._clip_once = max_norm
+        return self._norm(self._agreed())
 
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
         """Reduce what was collected and not reduced yet; ``step`` does so by itself. All ranks must call this."""
@@ -223,6 +244,26 @@ class Engine(EngineState):
     def _forget(self) -> None:
         self._tokens = 0.0
         self._losses.clear()
+        self._agreement = self._clip_once = None
+
+    def _agreed(self) -> Agreement:
+        """What the ranks agree on for the window that is complete, asked for once."""
+        if self._agreement is None:
+            self.settle()
+            self._sharded.reducer.finish()
+            self._agreement = agree(self._sharded, self._tokens, self._losses)
+        return self._agreement
+
+    def _inverse(self, agreement: Agreement) -> torch.Tensor:
+        """What takes the loss scale and the weights of the window out of its gradient."""
+        inverse = torch.full_like(agreement.squares, self._sharded.averaging.after / self._scaler.scale)
+        if self.config.gradient_normalization == "tokens":
+            # Collected as sums over tokens, averaged over the ranks: this makes it the mean over all tokens.
+            inverse = inverse * self.mesh.world.size / agreement.tokens.clamp(min=1)
+        return inverse
+
+    def _norm(self, agreement: Agreement) -> torch.Tensor:
+        return agreement.squares.sqrt() * self._inverse(agreement)
 
     def _scaled(self, loss: torch.Tensor, weight: float) -> torch.Tensor:
         factor = weight * self._scaler.scale
@@ -231,13 +272,10 @@ class Engine(EngineState):
         return loss if factor == 1.0 else loss * factor
 
     def _take_step(self, optimizer: ShardedOptimizer) -> StepOutcome:
-        agreement = agree(self._sharded, self._tokens, self._losses)
-        inverse = torch.full_like(agreement.squares, self._sharded.averaging.after / self._scaler.scale)
-        if self.config.gradient_normalization == "tokens":
-            # Collected as sums over tokens, averaged over the ranks: this makes it the mean over all tokens.
-            inverse = inverse * self.mesh.world.size / agreement.tokens.clamp(min=1)
+        agreement = self._agreed()
+        inverse = self._inverse(agreement)
         norm = agreement.squares.sqrt() * inverse
-        factor = clip_factor(norm, self.config.gradient_clipping)
+        factor = clip_factor(norm, self.config.gradient_clipping if self._clip_once is None else self._clip_once)
         scale = inverse * factor
         self._gradient_bytes = sum(g.nbytes for g in self._sharded.grads)
         outcome = StepOutcome(norm, norm * factor, torch.isfinite(agreement.squares), loss=agreement.loss)

@@ -24,6 +24,7 @@ from shardwise.optim.sharded import ShardedOptimizer
 from shardwise.outcome import StepOutcome
 from shardwise.precision import LossScaler
 from shardwise.sharding import ShardedModel, model_state_bytes
+from shardwise.sharding.agreement import Agreement
 from shardwise.sharding.gradient import LOW_PRECISION
 
 if TYPE_CHECKING:
@@ -77,6 +78,8 @@ class EngineState(BlockMethods, LaterMethods, nn.Module):
         self._tokens = 0.0
         self._gradient_bytes = 0
         self._losses: list[torch.Tensor] = []
+        self._agreement: Agreement | None = None
+        self._clip_once: float | None = None
         self._outcome: StepOutcome | None = None
         self._unsettled = False
         self._journal = Journal(config, mesh, sharded, optimizer)

@@ -5,6 +5,8 @@ These are for batches, metrics and messages, not for parameters: each call tells
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -80,9 +82,7 @@ def gather_values(axis: Axis, value: Any, device: torch.device, key: str) -> lis
     refused = [text[1:] for text, _ in found if text.startswith("!")]
     if refused:
         raise ValueKindError(f"{key}: {refused[0]}")
-    return [
-        value if i == axis.position else unpack(text[1:], tensors) for i, (text, tensors) in enumerate(found)
-    ]
+    return [value if i == axis.position else unpack(text[1:], tensors) for i, (text, tensors) in enumerate(found)]
 
 
 def gather_bytes(axis: Axis, mine: torch.Tensor, device: torch.device, key: str) -> list[torch.Tensor]:
@@ -104,7 +104,7 @@ def gather_tensor(axis: Axis, tensor: torch.Tensor, key: str) -> torch.Tensor:
 
     Args:
         axis: the ranks.
-        tensor: ``[n, ...]``, of the same dtype and shape on every rank.
+        tensor: ``[n, ...]``, of the same dtype and shape on every rank; a single number counts as ``[1]``.
         key: what is gathered, for errors.
 
     Raises:
@@ -113,15 +113,40 @@ def gather_tensor(axis: Axis, tensor: torch.Tensor, key: str) -> torch.Tensor:
     if axis.size == 1:
         return tensor
     require_same_shape(axis, tensor, key)
-    mine = tensor.detach().contiguous()
-    if not mine.numel():
-        return mine.new_empty((mine.shape[0] * axis.size, *mine.shape[1:]))
-    flat = mine.new_empty(mine.numel() * axis.size)
-    own = axis.slice_of(flat)
-    own.copy_(mine.reshape(-1))
-    # As bytes: gloo knows no bool and no 16 bits of some kinds.
-    axis.all_gather(flat.view(torch.uint8), own.view(torch.uint8), key, TAG).wait()
-    return flat.reshape(mine.shape[0] * axis.size, *mine.shape[1:])
+    return gather_alike(axis, [tensor], key)[0]
+
+
+def gather_alike(axis: Axis, tensors: Sequence[torch.Tensor], key: str) -> list[torch.Tensor]:
+    """:func:`gather_tensor` of several at once, whose shapes and dtypes are known to agree."""
+    whole, handles = [], []
+    for i, tensor in enumerate(tensors):
+        mine = tensor.detach()
+        mine = mine.reshape(1) if mine.dim() == 0 else mine
+        flat = mine.new_empty((mine.shape[0] * axis.size, *mine.shape[1:]))
+        whole.append(flat)
+        if not mine.numel():
+            continue
+        own = axis.slice_of(flat.view(-1))
+        own.view(mine.shape).copy_(mine)
+        # As bytes: gloo knows no bool and no 16 bits of some kinds. All are under way at once, so each has its tag.
+        handles.append(axis.all_gather(flat.view(-1).view(torch.uint8), own.view(torch.uint8), key, TAG + i))
+    for handle in handles:
+        handle.wait()
+    return whole
+
+
+def same_everywhere(axis: Axis, text: str, device: torch.device, key: str) -> bool:
+    """Whether every rank gives the same text, in one small collective. All ranks must call this.
+
+    What is compared is 62 bits of a hash: the largest of the ranks' is the smallest only where all are one.
+    """
+    if axis.size == 1:
+        return True
+    digest = int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big") >> 2
+    both = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
+    axis.max_small(both, f"agreement on {key}")
+    largest, negative = both.tolist()
+    return bool(largest == -negative)
 
 
 def shapes_of(axis: Axis, tensor: torch.Tensor, key: str) -> list[tuple[str, tuple[int, ...]]]:
@@ -136,13 +161,16 @@ def require_same_shape(axis: Axis, tensor: torch.Tensor, key: str) -> None:
     Raises:
         CommError: they differ.
     """
-    heads = shapes_of(axis, tensor, key)
-    if any(head != heads[0] for head in heads):
-        rows = "\n".join(f"  rank {axis.ranks[i]}: {dtype} {list(shape)}" for i, (dtype, shape) in enumerate(heads))
-        raise CommError(
-            f"`{key}` needs tensors of one shape and dtype on all ranks, but they are\n{rows}\n"
-            "Use pad_across_processes first if they differ on purpose."
-        )
+    if same_everywhere(axis, repr(_head(tensor)), tensor.device, f"shape of {key}"):
+        return
+    rows = "\n".join(
+        f"  rank {axis.ranks[i]}: {dtype} {list(shape)}"
+        for i, (dtype, shape) in enumerate(shapes_of(axis, tensor, key))
+    )
+    raise CommError(
+        f"`{key}` needs tensors of one shape and dtype on all ranks, but they are\n{rows}\n"
+        "Use pad_across_processes first if they differ on purpose."
+    )
 
 
 def _head(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
@@ -164,4 +192,3 @@ def _parse(raw: torch.Tensor) -> tuple[str, list[torch.Tensor]]:
         tensors.append(raw[at : at + size].clone().view(kind).reshape(shape))
         at += size
     return text, tensors
-

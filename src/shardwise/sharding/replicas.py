@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ class Replicas:
     Attributes:
         tags: how many tags are used.
         sync: whether a backward averages. It counts when the forward is run, as in ``DistributedDataParallel``.
+        announce: called before the ranks talk: with 0 before they share buffers, with 1 before they average.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Replicas:
         self.model = model
         self.axis = axis
         self.sync = True
+        self.announce: Callable[[int], None] | None = None
         self._broadcast_buffers = broadcast_buffers
         self._take_over()
         buckets = cut(model, axis.size, first_tag, bucket_numel)
@@ -63,6 +65,7 @@ class Replicas:
         self._grads = [BucketGradient(b, axis, wire_dtype) for b in buckets]
         self._frozen = [(i, s) for i, b in enumerate(buckets) for s in b.slots if not s.param.requires_grad]
         self.reducer = Reducer(self._grads, POLICIES[0], Mesh.over(axis), overlap=True, by_scope=False)
+        self.reducer.on_begin = self._on_begin
         self._hooks = [
             model.register_forward_pre_hook(lambda m, a: self._before_forward(), prepend=True),
             model.register_forward_hook(lambda m, a, out: self._after_forward(out)),
@@ -104,9 +107,14 @@ class Replicas:
     def reduce_nothing(self) -> None:
         """Take part in the averaging of a backward that this rank does not have, with zeros."""
         self.reducer.discard()
-        self.reducer.begin(ends_itself=False)
         self.reducer.boundary = True
+        self.reducer.begin(ends_itself=False)
         self.reducer.end()
+
+    def share_buffers(self) -> None:
+        """Take over the first rank's buffers. All ranks must call this."""
+        for name, buffer in self.model.named_buffers():
+            self._share(name, buffer, 0)
 
     def copy_from(self, position: int) -> None:
         """Take over the parameters and buffers of the rank at ``position``. All ranks must call this."""
@@ -144,8 +152,13 @@ class Replicas:
         self._frozen = [(i, s) for i, s in self._frozen if not s.param.requires_grad]
         self.reducer.boundary = self.sync
         if self._broadcast_buffers and self.sync and self.model.training:
-            for name, buffer in self.model.named_buffers():
-                self._share(name, buffer, 0)
+            if self.announce is not None:
+                self.announce(0)
+            self.share_buffers()
+
+    def _on_begin(self) -> None:
+        if self.announce is not None and self.reducer.reduces_now:
+            self.announce(1)
 
     def _after_forward(self, out: Any) -> None:
         if not torch.is_grad_enabled():

@@ -1,0 +1,266 @@
+"""`DeepSpeedPlugin`: a ds_config for an Accelerator, and what its "auto" values become."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import ConfigError, NotYetSupported
+
+
+class DummyOptim:
+    """Stands for the optimizer of a ds_config in a script.
+
+    Args:
+        params: parameters or groups.
+        lr: what ``optimizer.params.lr`` becomes where it is "auto".
+        weight_decay: likewise.
+        kwargs: values for other "auto" keys of ``optimizer.params``.
+    """
+
+    def __init__(self, params: Any, lr: float = 0.001, weight_decay: float = 0, **kwargs: Any) -> None:
+        self.params = params
+        self.lr = lr
+        self.weight_decay = weight_decay
+        self.kwargs = kwargs
+
+
+class DummyScheduler:
+    """Stands for the schedule of a ds_config in a script.
+
+    Args:
+        optimizer: a :class:`DummyOptim`.
+        total_num_steps: batches of the run as one process would count them.
+        warmup_num_steps: likewise, of the warm-up.
+        lr_scheduler_callable: makes a schedule from the engine's optimizer, where the ds_config has none.
+        kwargs: values for other "auto" keys of ``scheduler.params``.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int | None = None,
+        warmup_num_steps: int = 0,
+        lr_scheduler_callable: Callable[[Any], Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.optimizer = optimizer
+        self.total_num_steps = total_num_steps
+        self.warmup_num_steps = warmup_num_steps
+        self.lr_scheduler_callable = lr_scheduler_callable
+        self.kwargs = kwargs
+
+
+@dataclass
+class DeepSpeedPlugin:
+    """Trains prepared models with an engine, by a ds_config or by a few of its values.
+
+    Attributes:
+        hf_ds_config: path, dict, base64 text, or an object with ``config`` (an ``HfDeepSpeedConfig``). Also by the
+            variable ``ACCELERATE_DEEPSPEED_CONFIG_FILE``.
+        gradient_accumulation_steps: where the ds_config has none or "auto"; default: the Accelerator's.
+        gradient_clipping: where the ds_config has "auto", or there is no ds_config; also by
+            ``ACCELERATE_GRADIENT_CLIPPING``.
+        zero_stage: where there is no ds_config; also by ``ACCELERATE_DEEPSPEED_ZERO_STAGE``; default: 2.
+        is_train_batch_min: of several loaders, the smallest batch size fills ``train_micro_batch_size_per_gpu``.
+        offload_optimizer_device: "none"; others have not landed.
+        offload_param_device: "none"; others have not landed.
+        offload_optimizer_nvme_path: has not landed.
+        offload_param_nvme_path: has not landed.
+        zero3_init_flag: no effect: build a model that is never whole under ``shardwise.zero.Init``.
+        zero3_save_16bit_model: ``zero_optimization.stage3_gather_16bit_weights_on_model_save``; weights are always
+            gathered when they are asked for.
+        transformer_moe_cls_names: names, separated by commas, of modules whose parameters are gathered at once.
+        enable_msamp: refused.
+        msamp_opt_level: refused.
+
+    Raises:
+        ConfigError: a ds_config that cannot be read or has no ``zero_optimization``.
+    """
+
+    hf_ds_config: Any = None
+    gradient_accumulation_steps: int | str | None = None
+    gradient_clipping: float | str | None = None
+    zero_stage: int | None = None
+    is_train_batch_min: bool = True
+    offload_optimizer_device: str | None = None
+    offload_param_device: str | None = None
+    offload_optimizer_nvme_path: str | None = None
+    offload_param_nvme_path: str | None = None
+    zero3_init_flag: bool | None = None
+    zero3_save_16bit_model: bool | None = None
+    transformer_moe_cls_names: str | None = None
+    enable_msamp: bool | None = None
+    msamp_opt_level: str | None = None
+    deepspeed_config: dict[str, Any] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.enable_msamp or self.msamp_opt_level is not None:
+            raise ConfigError("DeepSpeedPlugin: MS-AMP is not supported; mixed_precision='bf16' is.")
+        for name, device in self._offloads():
+            if device not in (None, "none"):
+                raise NotYetSupported(f"DeepSpeedPlugin.{name}: {device!r} has not landed; leave it out.")
+        source = self.hf_ds_config
+        if source is None:
+            source = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE") or None
+        if self.gradient_clipping is None:
+            text = os.environ.get("ACCELERATE_GRADIENT_CLIPPING", "none")
+            self.gradient_clipping = None if text.lower() in ("none", "") else float(text)
+        self.deepspeed_config = self._built() if source is None else _read(source)
+        if self.transformer_moe_cls_names:
+            zero = self.deepspeed_config["zero_optimization"]
+            names = [n.strip() for n in self.transformer_moe_cls_names.split(",")]
+            zero.setdefault("leaf_module", {}).setdefault("classes", names)
+
+    @property
+    def stage(self) -> int:
+        """The ZeRO stage."""
+        return int(self.deepspeed_config["zero_optimization"].get("stage", 0))
+
+    def is_zero3_init_enabled(self) -> bool:
+        """Whether models are built in parts by transformers: they are not; ``shardwise.zero.Init`` does."""
+        return False
+
+    def get_value(self, path: str, default: Any = None) -> Any:
+        """The value of the ds_config at a path with dots."""
+        found: Any = self.deepspeed_config
+        for part in path.split("."):
+            if not isinstance(found, Mapping) or part not in found:
+                return default
+            found = found[part]
+        return found
+
+    def is_auto(self, path: str) -> bool:
+        """Whether the value there is "auto"."""
+        return bool(self.get_value(path) == "auto")
+
+    def _offloads(self) -> list[tuple[str, str | None]]:
+        names = ("offload_optimizer_device", "offload_param_device")
+        paths = ("offload_optimizer_nvme_path", "offload_param_nvme_path")
+        return [(n, getattr(self, n)) for n in names + paths]
+
+    def _built(self) -> dict[str, Any]:
+        stage = self.zero_stage
+        if stage is None:
+            stage = int(os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"))
+        zero: dict[str, Any] = {"stage": stage}
+        if self.zero3_save_16bit_model is not None:
+            zero["stage3_gather_16bit_weights_on_model_save"] = self.zero3_save_16bit_model
+        built: dict[str, Any] = {
+            "train_batch_size": "auto",
+            "train_micro_batch_size_per_gpu": "auto",
+            "zero_optimization": zero,
+        }
+        # Upstream clips at 1.0 here without a word. Nothing is clipped that nobody asked for.
+        if self.gradient_clipping not in (None, "auto"):
+            built["gradient_clipping"] = self.gradient_clipping
+        return built
+
+
+def _read(source: Any) -> dict[str, Any]:
+    from shardwise.config.loading import read
+
+    if not isinstance(source, str | Path | Mapping):
+        source = getattr(source, "config", source)
+    found, name = read(source)
+    config = copy.deepcopy(dict(found)) if isinstance(found, Mapping) else {}
+    if not isinstance(config.get("zero_optimization"), Mapping):
+        raise ConfigError(f'{name}: zero_optimization: missing; write "zero_optimization": {{"stage": 0}} or more.')
+    return config
+
+
+def precision_of(config: Mapping[str, Any]) -> str | None:
+    """The mixed precision that a ds_config asks for, or None if it leaves that open ("auto" or absent)."""
+    for name, key in (("fp16", "fp16"), ("bf16", "bf16"), ("bfloat16", "bf16")):
+        section = config.get(name)
+        if isinstance(section, Mapping) and section.get("enabled") is True:
+            return key
+    sections = [config.get(n) for n in ("fp16", "bf16", "bfloat16")]
+    if any(isinstance(s, Mapping) and s.get("enabled") == "auto" for s in sections):
+        return None
+    return None if not any(isinstance(s, Mapping) for s in sections) else "no"
+
+
+def with_precision(config: dict[str, Any], wanted: str | None) -> str:
+    """Write a mixed precision into a ds_config. Returns the one that it has then.
+
+    Args:
+        config: changed in place.
+        wanted: what the script or the launcher says, or None.
+
+    Raises:
+        ConfigError: the ds_config says another.
+    """
+    has = precision_of(config)
+    if wanted is None:
+        wanted = has or "no"
+    if has is not None and has not in ("no", wanted):
+        raise ConfigError(
+            f"mixed_precision={wanted!r}, but the ds_config has {has}.enabled: true. Leave one of them out."
+        )
+    if wanted == "fp16" and has != "fp16":
+        config["fp16"] = {**_section(config, "fp16"), "enabled": True, "auto_cast": True}
+    elif wanted == "bf16" and has != "bf16":
+        config["bf16"] = {**_section(config, "bf16"), "enabled": True}
+    for name in ("fp16", "bf16"):
+        if _section(config, name).get("enabled") == "auto":
+            config[name] = {**_section(config, name), "enabled": False}
+    return wanted
+
+
+def _section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    found = config.get(name)
+    return dict(found) if isinstance(found, Mapping) else {}
+
+
+def micro_batch(sizes: Sequence[int | None], smallest: bool, per_split: int) -> int:
+    """What ``train_micro_batch_size_per_gpu`` becomes.
+
+    Args:
+        sizes: batch sizes of the loaders of this ``prepare``.
+        smallest: the smallest of them, or the largest.
+        per_split: processes that share a batch (``split_batches``), or 1.
+
+    Raises:
+        ConfigError: no loader, or one without a batch size.
+    """
+    if not sizes or any(size is None for size in sizes):
+        raise ConfigError(
+            'train_micro_batch_size_per_gpu: "auto" takes the batch size of the loaders that are prepared together '
+            f"with the model, but {'one has none' if sizes else 'there is none'}. Write a number in the ds_config, or "
+            "give prepare() a loader with a batch size."
+        )
+    known = [size for size in sizes if size is not None]
+    return max(1, (min(known) if smallest else max(known)) // per_split)
+
+
+def auto_values(
+    optimizer: DummyOptim | None, scheduler: DummyScheduler | None, config: Mapping[str, Any], shares: int
+) -> dict[str, object]:
+    """What "auto" values of ``optimizer.params`` and ``scheduler.params`` become, by JSON path.
+
+    Args:
+        optimizer: the script's stand-in.
+        scheduler: likewise.
+        config: the ds_config.
+        shares: processes among which the batches of the script's count are dealt out.
+    """
+    found: dict[str, object] = {}
+    if optimizer is not None:
+        values = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay, **optimizer.kwargs}
+        found.update({f"optimizer.params.{k}": v for k, v in values.items()})
+    if scheduler is not None:
+        params = _section(_section(config, "optimizer"), "params")
+        lr = params.get("lr")
+        rate = optimizer.lr if lr in (None, "auto") and optimizer is not None else lr
+        values = {"warmup_min_lr": 0.0, "warmup_max_lr": rate, "warmup_num_steps": scheduler.warmup_num_steps}
+        if scheduler.total_num_steps is not None:
+            values["total_num_steps"] = ceil(scheduler.total_num_steps / shares)
+        values.update(scheduler.kwargs)
+        found.update({f"scheduler.params.{k}": v for k, v in values.items() if v is not None})
+    return found

@@ -1,0 +1,51 @@
+"""The forward of a model under mixed precision, by hooks: nothing of the model is replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.accelerator.nested import convert_to_fp32
+
+
+class LowPrecisionForward:
+    """Runs a model's forward under ``torch.autocast``, and gives its outputs in float32.
+
+    Args:
+        model: the model; it gets two hooks.
+        device: type of the device.
+        dtype: of the autocast.
+        cache: whether autocast keeps cast weights for the time of a forward; None: torch's default.
+        outputs_in_fp32: convert what the model returns.
+    """
+
+    def __init__(
+        self, model: nn.Module, device: str, dtype: torch.dtype, *, cache: bool | None, outputs_in_fp32: bool
+    ) -> None:
+        self._make: Callable[[], Any] = lambda: torch.autocast(device, dtype=dtype, cache_enabled=cache)
+        self._outputs_in_fp32 = outputs_in_fp32
+        self._entered: list[Any] = []
+        self._hooks = [
+            model.register_forward_pre_hook(self._enter, prepend=True),
+            # Also after an exception: the context must not stay open.
+            model.register_forward_hook(self._leave, always_call=True),
+        ]
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        context = self._make()
+        context.__enter__()
+        self._entered.append(context)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if self._entered:
+            self._entered.pop().__exit__(None, None, None)
+        return convert_to_fp32(output) if self._outputs_in_fp32 else output

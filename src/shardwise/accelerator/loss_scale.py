@@ -1,0 +1,48 @@
+"""The loss scale of fp16 runs without an engine: torch's own, updated once an iteration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class LossScale:
+    """A ``torch.amp.GradScaler`` that several optimizers may share.
+
+    The scale is updated when the next loss is scaled, not after each optimizer's step: an update between two steps
+    would let the second one take out the scale again.
+
+    Args:
+        device: type of the device.
+        options: arguments of the scaler.
+
+    Attributes:
+        scaler: torch's.
+    """
+
+    def __init__(self, device: str, options: dict[str, Any]) -> None:
+        self.scaler = torch.amp.GradScaler(device, **options)
+        self.generation = 0
+        self._stepped = False
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss that is differentiated."""
+        self.settle()
+        return self.scaler.scale(loss)
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
+        """Step, unless a gradient is not finite."""
+        self._stepped = True
+        self.scaler.step(optimizer, *args)
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take the scale out of an optimizer's gradients."""
+        self.scaler.unscale_(optimizer)
+
+    def settle(self) -> None:
+        """Update the scale by how the last steps went, if that is still to be done."""
+        if self._stepped:
+            self._stepped = False
+            self.generation += 1
+            self.scaler.update()

@@ -1,0 +1,275 @@
+"""The optimizers that `prepare` returns: they act when a window is complete."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+from shardwise.accelerator.loss_scale import LossScale
+from shardwise.accelerator.once import Once
+from shardwise.accelerator.weighting import Weighting
+from shardwise.accelerator.windows import GradientState
+from shardwise.errors import NotYetSupported
+
+if TYPE_CHECKING:
+    from shardwise.engine import Engine
+
+EARLY_ZERO = (
+    "optimizer.zero_grad() between the micro-batches of a window was passed over: it would drop what the window has "
+    "so far. Call it after optimizer.step()."
+)
+
+
+class AcceleratedOptimizer(Optimizer):
+    """An optimizer whose ``step`` and ``zero_grad`` do nothing while a window is not complete.
+
+    Args:
+        optimizer: the script's.
+        state: of the windows.
+        scale: of fp16 losses, or None.
+        weighting: how micro-batches weigh, where that is settled late; or None.
+        once: says things once.
+
+    Attributes:
+        optimizer: the script's own.
+        step_was_skipped: the last step changed nothing, because a gradient was not finite.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        state: GradientState,
+        *,
+        scale: LossScale | None = None,
+        weighting: Weighting | None = None,
+        once: Once | None = None,
+    ) -> None:
+        # Optimizer.__init__ is not called: groups, state and defaults are the inner optimizer's.
+        self.optimizer = optimizer
+        self.gradient_state = state
+        self._scale = scale
+        self.step_was_skipped = False
+        self._weighting = weighting
+        self._once = once or Once(True)
+        self._weighed = -1
+        self._unscaled = -1
+        self._took_step = False
+        self._is_accelerate_prepared = True
+        self._hook = None if scale is None else optimizer.register_step_post_hook(self._note_step)
+
+    # -- what scripts read --
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The script's optimizer's groups."""
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The script's optimizer's state."""
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The script's optimizer's defaults."""
+        return self.optimizer.defaults
+
+    @property
+    def _is_overflow(self) -> bool:
+        return self.step_was_skipped
+
+    def state_dict(self) -> dict[str, Any]:
+        """The script's optimizer's."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load into the script's optimizer."""
+        self.optimizer.load_state_dict(dict(state_dict))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add to the script's optimizer."""
+        self.optimizer.add_param_group(param_group)
+
+    def train(self) -> Any:
+        """For optimizers that differ between training and evaluation (schedule-free ones)."""
+        inner: Any = self.optimizer
+        return inner.train() if callable(getattr(inner, "train", None)) else None
+
+    def eval(self) -> Any:
+        """As :meth:`train`."""
+        inner: Any = self.optimizer
+        return inner.eval() if callable(getattr(inner, "eval", None)) else None
+
+    # -- what they call --
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Drop the gradients, if the window is complete."""
+        state = self.gradient_state
+        if not self._acts():
+            return
+        if state.inside and state.step > 1 and not state.backwards:
+            self._once.warn(EARLY_ZERO)
+            return
+        if set_to_none is None:
+            self.optimizer.zero_grad()
+        else:
+            self._zero(set_to_none)
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Step, if the window is complete."""
+        if not self._acts():
+            return
+        if self._weighting is not None:
+            self.settle()
+        if self._scale is None:
+            if closure is None:
+                self.optimizer.step()
+            else:
+                self.optimizer.step(closure)
+            return
+        self._took_step = False
+        self._scale.step(self.optimizer, *([] if closure is None else [closure]))
+        self.step_was_skipped = not self._took_step
+
+    def settle(self) -> None:
+        """Weigh the window's gradient, if that is still to be done. All ranks must call this."""
+        weighting = self._weighting
+        if weighting is None or self._weighed == weighting.generation:
+            return
+        self._weighed = weighting.generation
+        scale = weighting.scale()
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for dtype in {g.dtype for g in grads}:
+            torch._foreach_mul_([g for g in grads if g.dtype == dtype], scale.to(dtype))
+
+    def unscale(self) -> None:
+        """Take the loss scale out of the gradients; once a step, however often it is called."""
+        if self._scale is not None and self._unscaled != self._scale.generation:
+            self._unscaled = self._scale.generation
+            self._scale.unscale(self.optimizer)
+
+    def _acts(self) -> bool:
+        state = self.gradient_state
+        return state.sync_gradients or not (state.inside or state.concerns(self))
+
+    def _zero(self, set_to_none: bool) -> None:
+        if "set_to_none" in inspect.signature(self.optimizer.zero_grad).parameters:
+            self.optimizer.zero_grad(set_to_none=set_to_none)
+        else:
+            self.optimizer.zero_grad()
+
+    def _note_step(self, *_: Any) -> None:
+        self._took_step = True
+
+    def __getattr__(self, name: str) -> Any:
+        # Optimizers have methods of their own (a schedule-free one's, a paged one's).
+        if name == "optimizer":
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k != "_hook"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._hook = None if self._scale is None else self.optimizer.register_step_post_hook(self._note_step)
+
+    def __repr__(self) -> str:
+        return f"AcceleratedOptimizer({self.optimizer!r})"
+
+
+class EngineOptimizer(Optimizer):
+    """The optimizer of an engine: ``step`` clips, unscales and steps all of it when the window is complete.
+
+    Args:
+        engine: whose.
+        state: of the windows.
+
+    Attributes:
+        optimizer: the engine's.
+    """
+
+    def __init__(self, engine: Engine, state: GradientState) -> None:
+        # As above.
+        self.engine = engine
+        self.gradient_state = state
+        self._is_accelerate_prepared = True
+        self._open = False
+
+    @property
+    def optimizer(self) -> Any:
+        """The engine's optimizer."""
+        return self.engine.optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Groups of this rank's pieces."""
+        groups: list[dict[str, Any]] = self.optimizer.param_groups
+        return groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """By piece."""
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The script's optimizer's defaults."""
+        defaults: dict[str, Any] = self.optimizer.defaults
+        return defaults
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """The last step changed nothing, because a gradient was not finite."""
+        return self.engine.global_steps > 0 and not self.engine.was_step_applied()
+
+    _is_overflow = step_was_skipped
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part."""
+        state: dict[str, Any] = self.optimizer.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load this rank's part. All ranks must call this."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: the model is cut already."""
+        self.optimizer.add_param_group(param_group)
+
+    def train(self) -> None:
+        """Nothing."""
+
+    def eval(self) -> None:
+        """Nothing."""
+
+    def went_backward(self) -> None:
+        """A micro-batch's gradients are there. What is not stepped is counted."""
+        if self.gradient_state.sync_gradients:
+            self._open = True
+        else:
+            self.engine.step()
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Step the engine, if the window is complete. All ranks must call this."""
+        if closure is not None:
+            raise NotYetSupported("optimizer.step(closure) has no meaning for a sharded model.")
+        if self._open:
+            self._open = False
+            self.engine.step()
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Drop the gradients, if the window is complete and was not stepped."""
+        state = self.gradient_state
+        if not state.sync_gradients or (state.inside and state.step > 1 and not state.backwards):
+            return
+        self._open = False
+        self.engine.zero_grad()
+
+    def __repr__(self) -> str:
+        return f"EngineOptimizer({self.optimizer!r})"

@@ -1,0 +1,276 @@
+"""The loop: windows, backwards, clipping."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset
+
+from shardwise.accelerator.base import Base
+from shardwise.accelerator.joining import Joining
+from shardwise.accelerator.optimizer import AcceleratedOptimizer
+from shardwise.accelerator.settings import AutocastKwargs
+from shardwise.accelerator.windows import Accumulating
+from shardwise.engine import Engine
+from shardwise.errors import ConfigError, NotYetSupported
+
+PARTIAL = (
+    "clip_grad_norm_ between the micro-batches of a window clips what is only a part of its gradient, as upstream "
+    "does. Call it `if accelerator.sync_gradients:`."
+)
+CONFIGURED = (
+    "clip_grad_norm_(max_norm={given}): the ds_config says gradient_clipping: {clipping}, which is what counts. Leave "
+    "it out there to clip by the script."
+)
+
+
+class Training(Base):
+    """The methods of a loop."""
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of a window."""
+        return self.gradient_state.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise ConfigError(f"gradient_accumulation_steps: expected a whole number of 1 or more, got {steps!r}.")
+        for engine in self._engines:
+            engine.set_train_batch_size(engine.train_micro_batch_size_per_gpu() * engine.world_size * steps)
+        self.gradient_state.num_steps = steps
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the present micro-batch ends its window; True outside of :meth:`accumulate`."""
+        return self.gradient_state.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        self.gradient_state.sync_gradients = value
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether a prepared optimizer's last step changed nothing, because a gradient was not finite."""
+        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
+
+    def accumulate(self, *models: Any) -> contextlib.AbstractContextManager[None]:
+        """One micro-batch of these models.
+
+        Optimizers and schedules act in the last one of a window only, and with the last batch of a loader; gradients
+        are averaged over the processes only then. Models that are given separately have windows of their own.
+
+        Args:
+            models: prepared ones, one or more.
+        """
+        plain = self._plain
+        if not plain or self.processes.num_processes == 1:
+            return Accumulating(self.gradient_state, models, [], False)
+        switches = [plain[id(m)].replicas for m in models if id(m) in plain]
+        each = self._accumulation.sync_each_batch
+        return Accumulating(self.gradient_state, models, [s for s in switches if s is not None], each)
+
+    def backward(self, loss: torch.Tensor, *, tokens: float | None = None, **kwargs: Any) -> None:
+        """Compute gradients. All processes must call this.
+
+        Args:
+            loss: a scalar: the mean over this process's micro-batch. It is divided by the number of micro-batches (or
+                weighed, see ``gradient_normalization``), and scaled under fp16; the caller's tensor stays what it is.
+            tokens: target tokens that it is the mean of, for ``gradient_normalization="tokens"``.
+            kwargs: of ``torch.Tensor.backward``.
+        """
+        state = self.gradient_state
+        if self._engines:
+            self._engines_backward(loss, tokens, kwargs)
+            return
+        again = state.backwards > 0 and state.inside
+        state.backwards += 1
+        if self._weighting is not None:
+            loss = loss * self._weighting.weigh(tokens, again)
+        elif state.num_steps > 1:
+            loss = loss / state.num_steps
+        if self._scale is not None:
+            loss = self._scale.scale(loss)
+        try:
+            loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+        except Exception:
+            # What was averaged of this backward would be mixed with what was not.
+            for record in self._plain.values():
+                if record.replicas is not None:
+                    record.replicas.abort()
+            raise
+
+    def _engines_backward(self, loss: torch.Tensor, tokens: float | None, kwargs: Any) -> None:
+        state = self.gradient_state
+        unknown = set(kwargs) - {"retain_graph"}
+        if unknown:
+            raise NotYetSupported(f"backward: {', '.join(sorted(unknown))} with a sharded model has not landed.")
+        again = state.backwards > 0 and state.inside
+        state.backwards += 1
+        if self.gradient_normalization == "window":
+            tokens = 0.0 if again else 1.0
+        for engine in self._engines:
+            engine.set_gradient_accumulation_boundary(state.sync_gradients)
+        if len(self._engines) == 1:
+            self._engines[0].backward(loss, tokens=tokens, **kwargs)
+        else:
+            # Which of them the loss goes through only autograd knows, so each is told of it.
+            scaled = loss
+            for engine in self._engines:
+                scaled = engine.scale(loss)
+            scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
+        for optimizer in self._optimizers:
+            optimizer.went_backward()
+
+    @contextlib.contextmanager
+    def no_sync(self, model: Any) -> Iterator[None]:
+        """Forwards in here are of backwards that do not average gradients over the processes.
+
+        Raises:
+            ShardingError: the model is sharded so that each backward must average (stages 2 and 3).
+        """
+        if isinstance(model, Engine):
+            with model.no_sync():
+                yield
+            return
+        record = self._plain.get(id(model))
+        if record is None or record.replicas is None:
+            yield
+            return
+        with record.replicas.averaging(False):
+            yield
+
+    @contextlib.contextmanager
+    def trigger_sync_in_backward(self, model: Any) -> Iterator[None]:
+        """The backward in here averages gradients, although its forward ran under :meth:`no_sync`."""
+        record = self._plain.get(id(model))
+        if record is None or record.replicas is None:
+            yield
+            return
+        with record.replicas.averaging_in_backward():
+            yield
+
+    @contextlib.contextmanager
+    def join_uneven_inputs(self, joinables: Iterable[Any], even_batches: bool | None = None) -> Iterator[None]:
+        """Loops that may end earlier on some processes; those that are through help the others to average.
+
+        At the end all have the parameters of one that was active last. All processes must enter this.
+
+        Args:
+            joinables: prepared models (others are passed over).
+            even_batches: for map-style loaders, while the block runs: False gives every sample once.
+
+        Raises:
+            NotYetSupported: a sharded model, whose forward and step need all processes.
+        """
+        given = list(joinables)
+        if any(isinstance(model, Engine) for model in given):
+            raise NotYetSupported(
+                "join_uneven_inputs: every process must take every step of a sharded model. Keep even_batches=True, so "
+                "that all have equally many batches."
+            )
+        before = []
+        if even_batches is not None and self.processes.use_distributed:
+            before = self._set_even_batches(even_batches)
+        try:
+            found = [self._plain[id(m)].replicas for m in given if id(m) in self._plain]
+            active = [replicas for replicas in found if replicas is not None]
+            if not active:
+                yield
+            else:
+                with Joining(active, self.processes).joined():
+                    yield
+        finally:
+            for loader, value in before:
+                loader.even_batches = value
+
+    def _set_even_batches(self, value: bool) -> list[tuple[Any, bool]]:
+        before, others = [], 0
+        for loader in self._dataloaders:
+            if isinstance(loader.dataset, IterableDataset):
+                others += 1
+                continue
+            before.append((loader, loader.even_batches))
+            loader.even_batches = value
+        if others:
+            warnings.warn("Overriding even_batches is only supported for map-style datasets", stacklevel=4)
+        return before
+
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> contextlib.AbstractContextManager[Any]:
+        """Mixed precision for what is computed outside of a prepared model's forward, such as a loss of one's own."""
+        options = autocast_handler or self.handlers.get(AutocastKwargs, AutocastKwargs())
+        dtype = self.low_dtype
+        if dtype is None or not options.enabled:
+            return contextlib.nullcontext()
+        context: contextlib.AbstractContextManager[Any] = torch.autocast(
+            self.device.type, dtype=dtype, cache_enabled=options.cache_enabled
+        )
+        return context
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Take the fp16 loss scale (and the weights of a window) out of the gradients of one, some or all optimizers.
+
+        Once a window, however often it is called.
+        """
+        given = self._optimizers if optimizer is None else optimizer
+        for one in given if isinstance(given, list | tuple) else [given]:
+            if isinstance(one, AcceleratedOptimizer):
+                one.settle()
+                one.unscale()
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor | None:
+        """Clip the gradient of the window, by its norm over all these parameters. All processes must call this.
+
+        With an engine, its whole gradient is clipped, in the step that follows; a ``gradient_clipping`` in the
+        ds_config is what counts if there is one.
+
+        Returns:
+            The norm before clipping; None with an engine while the window is not complete.
+        """
+        if self._engines:
+            return self._clip_engines(parameters, max_norm, norm_type)
+        if not self.sync_gradients and self.gradient_state.inside:
+            if self._scale is not None or self._weighting is not None:
+                return None  # a part of a scaled gradient has no norm that means anything
+            self._once.warn(PARTIAL)
+        else:
+            self.unscale_gradients()
+        found = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        return torch.nn.utils.clip_grad_norm_(found, max_norm, norm_type=norm_type)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Clip each element of the gradients.
+
+        Raises:
+            NotYetSupported: with an engine.
+        """
+        if self._engines:
+            raise NotYetSupported("clip_grad_value_: sharded models have clip_grad_norm_ only.")
+        if self.sync_gradients or not self.gradient_state.inside:
+            self.unscale_gradients()
+        torch.nn.utils.clip_grad_value_(parameters, clip_value)
+
+    def _clip_engines(self, parameters: Any, max_norm: float, norm_type: float) -> torch.Tensor | None:
+        if norm_type != 2:
+            raise NotYetSupported(f"clip_grad_norm_: norm_type={norm_type} with a sharded model has not landed; 2 has.")
+        if not self.sync_gradients:
+            return None
+        engine = self._owner(parameters)
+        clipping = engine.gradient_clipping()
+        if clipping > 0:
+            if max_norm != clipping:
+                self._once.warn(CONFIGURED.format(given=max_norm, clipping=clipping))
+            max_norm = clipping
+        return engine.clip_grad_norm_(0.0 if max_norm == float("inf") else max_norm)
+
+    def _owner(self, parameters: Any) -> Engine:
+        given = {id(p) for p in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
+        for engine in self._engines:
+            if any(id(p) in given for p in engine.parameters()):
+                found: Engine = engine
+                return found
+        raise ConfigError("clip_grad_norm_: these are parameters of no prepared model.")
