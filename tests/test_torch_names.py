@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import collections
 import inspect
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -186,3 +187,13 @@ def test_fused_adam_subtracts_the_plain_direction_after_infinitely_many_steps() 
     _torch.fused_adam_([out], [grad], [first], [second], [count], lr=1.0, beta1=0.5, beta2=0.75, eps=0.1)
     torch.testing.assert_close(out, -(0.5 * grad) / ((0.25 * grad**2).sqrt() + 0.1))
     assert torch.isinf(count) and torch.equal(grad, torch.tensor([3.0, -0.5]))
+
+
+def the_launchers_store() -> list[Any]:
+    store, rank, size = _torch.env_store(timedelta(seconds=20))
+    store.set(f"from {rank}", str(rank))
+    return [rank, size, [store.get(f"from {r}").decode() for r in range(size)]]
+
+
+def test_the_launchers_store_is_everyones(ranks: RankPools) -> None:
+    assert ranks(2).run(the_launchers_store, fresh=True, group=False) == [[0, 2, ["0", "1"]], [1, 2, ["0", "1"]]]

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from shardwise.errors import CommError, ConfigError, NotYetSupported, ShardingError, ShardwiseError
     from shardwise.setup import add_config_arguments, initialize
     from shardwise.state import PartialState
+    from shardwise.utils import is_rich_available
 
 __version__ = "0.1.0"
 
@@ -76,9 +77,17 @@ _HOMES = {
     ".errors": ("CommError", "ConfigError", "NotYetSupported", "ShardingError", "ShardwiseError"),
     ".setup": ("add_config_arguments", "initialize"),
     ".state": ("PartialState",),
+    ".utils": ("is_rich_available",),
 }
 _WHERE = {name: home for home, names in _HOMES.items() for name in names}
 _MODULES = ("checkpointing", "zero")
+
+# Names of Accelerate's that have no counterpart, and what to do instead.
+_REFUSED = {
+    "FullyShardedDataParallelPlugin": "choose a ZeRO stage: DeepSpeedPlugin(zero_stage=3) shards as FSDP does",
+    "ParallelismConfig": "parallelism other than ZeRO has not landed",
+    "prepare_pippy": "pipeline parallelism has not landed",
+}
 
 __all__ = [
     "Accelerator",
@@ -113,6 +122,7 @@ __all__ = [
     "init_empty_weights",
     "init_on_device",
     "initialize",
+    "is_rich_available",
     "load_checkpoint_and_dispatch",
     "load_checkpoint_in_model",
     "notebook_launcher",
@@ -127,6 +137,9 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f".{name}", __name__)
     if name in _WHERE:
         return getattr(importlib.import_module(_WHERE[name], __name__), name)
+    if name in _REFUSED:
+        # Not an AttributeError: an import would hide its message.
+        raise ImportError(f"shardwise.{name}: {_REFUSED[name]}.")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

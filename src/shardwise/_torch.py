@@ -28,6 +28,13 @@ def default_store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
+def env_store(timeout: Any) -> tuple[Any, int, int]:
+    """The store that the launcher's variables name, this process's rank and the number of ranks."""
+    module: Any = dist.rendezvous
+    found: tuple[Any, int, int] = next(module("env://", timeout=timeout))
+    return found
+
+
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether the tensor has a shape but no data (a dry run)."""
     return isinstance(tensor, FakeTensor)

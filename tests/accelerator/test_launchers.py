@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardwise import handed_on
 from shardwise.accelerator import launchers
 from shardwise.accelerator.launchers import RankFailed, debug_launcher, notebook_launcher
-from shardwise.cli import handed_on
 from shardwise.dist import init_distributed
 from shardwise.errors import ConfigError, NotYetSupported
 

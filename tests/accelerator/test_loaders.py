@@ -93,7 +93,7 @@ def test_the_kind_of_loader() -> None:
     with pytest.raises(ConfigError, match="dispatch_batches=True needs put_on_device=True"):
         prepare(plain, dispatch_batches=True)
     with pytest.raises(ConfigError, match=r"expected a torch.utils.data.DataLoader, got a list"):
-        prepare([1, 2])  # type: ignore[arg-type]
+        prepare([1, 2])
     with pytest.raises(ConfigError, match="process_index: 3 is not one of 2 parts"):
         prepare(plain, num_processes=2, process_index=3)
 
@@ -139,12 +139,16 @@ class Permuted:
 
 def test_882_679_2392_2285_loaders_without_a_batch_sampler_of_torch() -> None:
     def own() -> DataLoader[Any]:
-        return DataLoader(range(8), batch_sampler=Permuted(2, [7, 6], [5, 4], [3, 2], [1]))  # type: ignore[arg-type]
+        return DataLoader(range(8), batch_sampler=Permuted(2, [7, 6], [5, 4], [3, 2], [1]))
 
     loaders = parts(own, 2)
     assert all(type(dl.batch_sampler.batch_sampler) is Permuted for dl in loaders)
     assert [numbers(dl) for dl in loaders] == [[[7, 6], [3, 2]], [[5, 4], [1, 7]]]
     assert [dl.remainder for dl in loaders] == [3, 3], "what was really read, not the length of the data"
+    assert [dl.rows for dl in loaders] == [None, None]
+    sized = parts(lambda: DataLoader(range(8), batch_sampler=Permuted(None, [7, 6], [5, 4], [3])), 2)
+    assert [numbers(dl) for dl in sized] == [[[7, 6], [3]], [[5, 4], [7, 6]]]
+    assert [(dl.remainder, dl.rows) for dl in sized] == [(1, 1), (1, 2)], "which cannot be gathered"
     assert [numbers(dl) for dl in parts(own, 2, split_batches=True)] == [[[7], [5], [3], [1]], [[6], [4], [2], [7]]]
     with pytest.raises(ConfigError, match="in 2 equal parts, but the batch size is not known"):
         parts(lambda: DataLoader(range(8), batch_sampler=Permuted(None, [1, 2])), 2, split_batches=True)
@@ -267,7 +271,7 @@ def test_who_is_told_of_epochs() -> None:
     dispatched = prepare(DataLoader(data, 2), put_on_device=True, dispatch_batches=True)
     dispatched.set_epoch(3)
     list(dispatched)
-    assert data.told[4:] == [3] and dispatched.epoch == 4
+    assert data.told[4:] == [3, 3] and dispatched.epoch == 4
 
 
 # -- leaving batches out --
@@ -513,6 +517,14 @@ def test_constructors_as_accelerate_has_them() -> None:
         loader = kind(range(16), batch_size=4, skip_batches=2, iteration=3)
         assert numbers(loader) == [[8, 9, 10, 11], [12, 13, 14, 15]] == numbers(loader)
         assert (len(loader), loader.epoch, len(skip_first_batches(loader, 1))) == (2, 5, 1)
+        loader = kind(range(16), batch_size=4, _drop_last=True, _non_blocking=True, torch_device_mesh="mesh")
+        skipped: Any = skip_first_batches(loader, 1)
+        assert (skipped._drop_last, skipped._non_blocking, skipped.torch_device_mesh) == (True, True, "mesh")
+        inner = SeedableRandomSampler(range(16))
+        loader = kind(range(16), batch_sampler=BatchSampler(inner, 4, False))
+        loader.set_epoch(1)
+        assert inner.epoch == 1 == loader.iteration
+        assert len(next(iter(skip_first_batches(loader, 2)))) == 4 and inner.epoch == 1
     with pytest.raises(ConfigError, match="rng_types: `dice` is not known"):
         DataLoaderShard(range(2), rng_types=["dice"])
     forget()

@@ -162,7 +162,7 @@ def test_splitting_what_cannot_be_split_is_refused() -> None:
         BatchSamplerShard(batches(8, 4), 3, 0, split_batches=True)
     with pytest.raises(ConfigError, match="batch size is not known"):
         BatchSamplerShard(Sizes(1, 2), 2, 0, split_batches=True)
-    with pytest.raises(ConfigError, match=r"batch size is 1. Give a multiple of 2"):
+    with pytest.raises(ConfigError, match=r"batch size is 1. Give a round multiple of 2"):
         IterableDatasetShard(Stream(4), 1, num_processes=2, split_batches=True)
 
 

@@ -94,3 +94,19 @@ def test_init_distributed_alone_does_nothing(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_default_device() -> None:
     assert default_device().type == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def starts_again(times: int) -> list[float]:
+    sums = []
+    for number in range(times):
+        shardwise.init_distributed(timeout=timedelta(seconds=20))
+        value = torch.tensor(float(number + dist.get_rank()))
+        dist.all_reduce(value)
+        sums.append(float(value))
+        dist.destroy_process_group()
+    return sums
+
+
+def test_a_group_may_be_started_again_in_one_run(ranks: RankPools) -> None:
+    """The launcher's store outlives a group; the next one must not find the addresses of the last."""
+    assert ranks(2).run(starts_again, 5, fresh=True, group=False) == [[1.0, 3.0, 5.0, 7.0, 9.0]] * 2

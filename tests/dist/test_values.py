@@ -139,9 +139,9 @@ def values_from_all() -> None:
     with pytest.raises(CommError, match="rank 1: int64"):
         gather_tensor(axis, torch.zeros(2, dtype=torch.int64 if axis.position == 1 else torch.float32), "logits")
     # One rank's refusal is everyone's error, and no collective is left over.
-    with pytest.raises(ValueKindError, match="metrics: rank 1: .*builtins.object"):
+    with pytest.raises(ValueKindError, match=r"metrics: rank 1: .*builtins.object"):
         gather_values(axis, object() if axis.position == 1 else 1, cpu, "metrics")
-    with pytest.raises(ValueKindError, match="batch: .*builtins.object"):
+    with pytest.raises(ValueKindError, match=r"batch: .*builtins.object"):
         broadcast_value(axis, object(), 0, cpu, "batch")
     assert gather_values(axis, axis.position, cpu, "after") == list(range(axis.size))
     mesh.close()

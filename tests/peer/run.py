@@ -1,6 +1,6 @@
 """Runs the peer's test scripts on this process, with this library in the peer's place; says what passed as JSON.
 
-    shardwise launch --nproc 2 tests/peer/run.py RESULT.json
+shardwise launch --nproc 2 tests/peer/run.py RESULT.json
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.peer import alias
-
 
 # The parts of upstream's distributed loop that upstream runs on two GPUs.
 LOOP = (

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
+from shardwise import handed_on
 from shardwise.accelerator.current import set_current_accelerator, set_current_processes
 from shardwise.accelerator.deepspeed import DeepSpeedPlugin, with_precision
 from shardwise.accelerator.loss_scale import LossScale
 from shardwise.accelerator.once import Once
 from shardwise.accelerator.plain import DTYPES, FIRST_TAG
-from shardwise.accelerator.process import Processes, flag
+from shardwise.accelerator.process import Processes
 from shardwise.accelerator.scheduler import check_kind
 from shardwise.accelerator.settings import (
     DataLoaderConfiguration,
@@ -159,7 +160,7 @@ def given_plugins(deepspeed_plugin: Any, deepspeed_plugins: Any) -> dict[str, De
         raise ConfigError("deepspeed_plugin and deepspeed_plugins are one argument; give one of them.")
     given = deepspeed_plugin if deepspeed_plugin is not None else deepspeed_plugins
     if given is None:
-        return {"default": DeepSpeedPlugin()} if flag("ACCELERATE_USE_DEEPSPEED") else {}
+        return {"default": DeepSpeedPlugin()} if handed_on.read(os.environ).get("use_deepspeed") else {}
     found = dict(given) if isinstance(given, Mapping) else {"default": given}
     for name, plugin in found.items():
         if not isinstance(plugin, DeepSpeedPlugin):
@@ -193,14 +194,14 @@ def dynamo(backend: Any, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin:
         raise ConfigError("dynamo_backend and dynamo_plugin: give one of them.")
     if plugin is not None:
         return plugin
-    name = str(getattr(backend, "value", backend) or os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no"))
+    name = str(getattr(backend, "value", backend) or handed_on.read(os.environ).get("dynamo_backend", "no"))
     return TorchDynamoPlugin(backend=name.lower())
 
 
 def _precision(given: Any) -> str | None:
     value = getattr(given, "value", given)
     if value is None:
-        value = os.environ.get("ACCELERATE_MIXED_PRECISION") or None
+        value = handed_on.read(os.environ).get("mixed_precision")
     if value is None:
         return None
     value = str(value).lower()
@@ -212,17 +213,13 @@ def _precision(given: Any) -> str | None:
 
 
 def _accumulation(steps: int | None, plugin: GradientAccumulationPlugin | None) -> GradientAccumulationPlugin:
-    name = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
     if plugin is not None and plugin.num_steps is not None:
         if steps is not None and steps != 1:
             raise ConfigError("gradient_accumulation_steps and gradient_accumulation_plugin.num_steps: give one.")
         steps = plugin.num_steps
-    text = os.environ.get(name, "")
-    if steps is None and text:
-        if not text.isdecimal():
-            raise ConfigError(f"the variable {name} is {text!r}, expected a number.")
-        steps = int(text)
-    steps = 1 if steps is None else steps
+    if steps is None:
+        told = handed_on.read(os.environ).get("gradient_accumulation_steps")
+        steps = told if isinstance(told, int) else 1
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ConfigError(f"gradient_accumulation_steps: expected a whole number of 1 or more, got {steps!r}.")
     base = plugin or GradientAccumulationPlugin()

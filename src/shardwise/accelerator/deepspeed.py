@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
 from typing import Any
 
+from shardwise import handed_on
 from shardwise.errors import ConfigError, NotYetSupported
+from shardwise.messages import logger
 
 
 class DummyOptim:
@@ -64,7 +67,7 @@ class DeepSpeedPlugin:
         hf_ds_config: path, dict, base64 text, or an object with ``config`` (an ``HfDeepSpeedConfig``). Also by the
             variable ``ACCELERATE_DEEPSPEED_CONFIG_FILE``.
         gradient_accumulation_steps: where the ds_config has none or "auto"; default: the Accelerator's.
-        gradient_clipping: where the ds_config has "auto", or there is no ds_config; also by
+        gradient_clipping: where the ds_config has none or "auto"; without either nothing is clipped; also by
             ``ACCELERATE_GRADIENT_CLIPPING``.
         zero_stage: where there is no ds_config; also by ``ACCELERATE_DEEPSPEED_ZERO_STAGE``; default: 2.
         is_train_batch_min: of several loaders, the smallest batch size fills ``train_micro_batch_size_per_gpu``.
@@ -105,22 +108,49 @@ class DeepSpeedPlugin:
         for name, device in self._offloads():
             if device not in (None, "none"):
                 raise NotYetSupported(f"DeepSpeedPlugin.{name}: {device!r} has not landed; leave it out.")
-        source = self.hf_ds_config
-        if source is None:
-            source = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE") or None
+        told: dict[str, Any] = {**handed_on.read(os.environ)}
+        source = self.hf_ds_config if self.hf_ds_config is not None else told.get("deepspeed_config_file")
         if self.gradient_clipping is None:
-            text = os.environ.get("ACCELERATE_GRADIENT_CLIPPING", "none")
-            self.gradient_clipping = None if text.lower() in ("none", "") else float(text)
+            self.gradient_clipping = told.get("gradient_clipping")
+        if self.zero_stage is None:
+            self.zero_stage = told.get("zero_stage")
+        if self.zero3_save_16bit_model is None:
+            self.zero3_save_16bit_model = told.get("zero3_save_16bit_model")
+        if self.zero3_init_flag if self.zero3_init_flag is not None else told.get("zero3_init_flag"):
+            logger.info(
+                "zero3_init_flag has no effect: build a model that never is whole under `with shardwise.zero.Init():`"
+            )
         self.deepspeed_config = self._built() if source is None else _read(source)
+        if source is not None:
+            self._warn_of_contradictions()
         if self.transformer_moe_cls_names:
             zero = self.deepspeed_config["zero_optimization"]
             names = [n.strip() for n in self.transformer_moe_cls_names.split(",")]
             zero.setdefault("leaf_module", {}).setdefault("classes", names)
 
+    def _warn_of_contradictions(self) -> None:
+        """What the ds_config says counts, and upstream takes it so without a word."""
+        paths = {
+            "gradient_clipping": "gradient_clipping",
+            "gradient_accumulation_steps": "gradient_accumulation_steps",
+            "zero_stage": "zero_optimization.stage",
+        }
+        for name, path in paths.items():
+            mine, has = getattr(self, name), self.get_value(path)
+            if mine not in (None, "auto") and has not in (None, "auto") and float(has) != float(mine):
+                warnings.warn(
+                    f"DeepSpeedPlugin({name}={mine}): the ds_config says {path}: {has}, which is what counts. Leave "
+                    'one of them out, or write "auto" there.',
+                    stacklevel=4,
+                )
+
     @property
     def stage(self) -> int:
         """The ZeRO stage."""
-        return int(self.deepspeed_config["zero_optimization"].get("stage", 0))
+        stage = self.deepspeed_config["zero_optimization"].get("stage", 0)
+        if stage == "auto":
+            return 2 if self.zero_stage is None else self.zero_stage
+        return int(stage)
 
     def is_zero3_init_enabled(self) -> bool:
         """Whether models are built in parts by transformers: they are not; ``shardwise.zero.Init`` does."""
@@ -145,10 +175,7 @@ class DeepSpeedPlugin:
         return [(n, getattr(self, n)) for n in names + paths]
 
     def _built(self) -> dict[str, Any]:
-        stage = self.zero_stage
-        if stage is None:
-            stage = int(os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"))
-        zero: dict[str, Any] = {"stage": stage}
+        zero: dict[str, Any] = {"stage": 2 if self.zero_stage is None else self.zero_stage}
         if self.zero3_save_16bit_model is not None:
             zero["stage3_gather_16bit_weights_on_model_save"] = self.zero3_save_16bit_model
         built: dict[str, Any] = {

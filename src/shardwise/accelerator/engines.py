@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from shardwise.accelerator.deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler, auto_values, micro_batch
 from shardwise.engine import Engine
 from shardwise.errors import ConfigError
-from shardwise.messages import logger
 from shardwise.setup import initialize
 
 
@@ -27,7 +26,6 @@ class Facts:
         mixed_precision: "no", "fp16" or "bf16".
         processes: how many.
         split_batches: whether loaders' batch sizes are those of all processes together.
-        says: whether this process speaks.
     """
 
     gradient_accumulation_steps: int
@@ -35,7 +33,6 @@ class Facts:
     mixed_precision: str
     processes: int
     split_batches: bool
-    says: bool
 
 
 def resolve(
@@ -72,6 +69,10 @@ def resolve(
         auto["train_micro_batch_size_per_gpu"] = micro_batch(batch_sizes, plugin.is_train_batch_min, shares)
     clipping = plugin.gradient_clipping
     auto["gradient_clipping"] = 1.0 if clipping in (None, "auto") else float(clipping)
+    if config.get("gradient_clipping") is None and not _own_clipping(config):
+        # The engine's default would clip at 1.0. Here nothing is clipped that nobody asked for.
+        config["gradient_clipping"] = 0.0 if clipping in (None, "auto") else float(clipping)
+    auto["zero_optimization.stage"] = 2 if plugin.zero_stage is None else plugin.zero_stage
     stand_in = optimizer if isinstance(optimizer, DummyOptim) else None
     planned = scheduler if isinstance(scheduler, DummyScheduler) else None
     auto.update(auto_values(stand_in, planned, config, 1 if facts.split_batches else facts.processes))
@@ -89,7 +90,6 @@ def build(
     scheduler: Any,
     config: dict[str, Any],
     auto: Mapping[str, object],
-    says: bool,
 ) -> Engine:
     """The engine. All processes must call this.
 
@@ -99,7 +99,6 @@ def build(
         scheduler: a stand-in, or None. A schedule of the script's is not the engine's business.
         config: from :func:`resolve`.
         auto: likewise.
-        says: whether this process tells what was filled in.
     """
     maker = scheduler.lr_scheduler_callable if isinstance(scheduler, DummyScheduler) else None
     engine, _, _, _ = initialize(
@@ -110,10 +109,14 @@ def build(
         config=config,
         auto=auto,
     )
-    if says:
-        for path, value in engine.config.filled.items():
-            logger.info('"auto": %s = %s', path, value)
     return engine
+
+
+def _own_clipping(config: Mapping[str, Any]) -> bool:
+    """Whether the ds_config's optimizer says how gradients are clipped."""
+    section = config.get("optimizer")
+    params = section.get("params") if isinstance(section, Mapping) else None
+    return isinstance(params, Mapping) and bool(params.get("max_grad_norm"))
 
 
 def _follows(config: Mapping[str, Any]) -> bool:

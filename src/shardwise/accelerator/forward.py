@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ class LowPrecisionForward:
     def __init__(
         self, model: nn.Module, device: str, dtype: torch.dtype, *, cache: bool | None, outputs_in_fp32: bool
     ) -> None:
-        self._make: Callable[[], Any] = lambda: torch.autocast(device, dtype=dtype, cache_enabled=cache)
+        self._options: dict[str, Any] = {"device_type": device, "dtype": dtype, "cache_enabled": cache}
         self._outputs_in_fp32 = outputs_in_fp32
         self._entered: list[Any] = []
         self._hooks = [
@@ -41,7 +40,7 @@ class LowPrecisionForward:
         self._hooks.clear()
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        context = self._make()
+        context = torch.autocast(**self._options)
         context.__enter__()
         self._entered.append(context)
 

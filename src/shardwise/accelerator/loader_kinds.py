@@ -14,6 +14,7 @@ from shardwise.accelerator.kinds import RNGType
 from shardwise.accelerator.process import Processes
 from shardwise.accelerator.seeds import synchronize_rng_states
 from shardwise.data.dispatch import DispatchedLoader
+from shardwise.data.looped import LoopedLoader
 from shardwise.data.order import lone
 from shardwise.data.prepared import PreparedLoader
 from shardwise.errors import ConfigError
@@ -47,7 +48,7 @@ class DataLoaderShard(PreparedLoader):
         iteration: int = 0,
         **options: Any,
     ) -> None:
-        del synchronized_generator, _drop_last, torch_device_mesh  # what they say is known from the loader
+        del synchronized_generator
         everyone = current_processes()
         super().__init__(
             DataLoader(dataset, **options),
@@ -57,6 +58,7 @@ class DataLoaderShard(PreparedLoader):
             at_epoch=synchronizing(rng_types, everyone),
             stateful=use_stateful_dataloader,
         )
+        _name(self, use_stateful_dataloader, _drop_last, torch_device_mesh)
         _begin_at(self, iteration, skip_batches)
 
     @classmethod
@@ -64,7 +66,13 @@ class DataLoaderShard(PreparedLoader):
         """Prepare a loader. Args: as for :class:`PreparedLoader`."""
         made = cls.__new__(cls)
         PreparedLoader.__init__(made, loader, **options)
+        _name(made, options.get("stateful", False))
         return made
+
+    @property
+    def gradient_state(self) -> Any:
+        """Who is told of the loops over this loader."""
+        return self._loops
 
 
 class DataLoaderDispatcher(DispatchedLoader):
@@ -88,7 +96,6 @@ class DataLoaderDispatcher(DispatchedLoader):
         iteration: int = 0,
         **options: Any,
     ) -> None:
-        del _drop_last, torch_device_mesh
         everyone = current_processes()
         super().__init__(
             DataLoader(dataset, **options),
@@ -99,6 +106,7 @@ class DataLoaderDispatcher(DispatchedLoader):
             slice_fn=slice_fn,
             stateful=use_stateful_dataloader,
         )
+        _name(self, use_stateful_dataloader, _drop_last, torch_device_mesh)
         _begin_at(self, iteration, skip_batches)
 
     @classmethod
@@ -106,7 +114,23 @@ class DataLoaderDispatcher(DispatchedLoader):
         """Prepare a loader. Args: as for :class:`DispatchedLoader`."""
         made = cls.__new__(cls)
         DispatchedLoader.__init__(made, loader, **options)
+        _name(made, options.get("stateful", False))
         return made
+
+    @property
+    def gradient_state(self) -> Any:
+        """Who is told of the loops over this loader."""
+        return self._loops
+
+
+def _name(loader: LoopedLoader, stateful: bool, drop_last: bool = False, mesh: Any = None) -> None:
+    """What Accelerate's loaders call these things."""
+    loader._describe(
+        use_stateful_dataloader=stateful,
+        torch_device_mesh=mesh,
+        _drop_last=drop_last or loader.drop_last,
+        _non_blocking=loader.non_blocking,
+    )
 
 
 def _begin_at(loader: PreparedLoader | DispatchedLoader, epoch: int, batches: int) -> None:

@@ -22,6 +22,8 @@ from shardwise.data.skipping import SkipDataLoader, skip_first_batches
 from shardwise.data.split import BatchSamplerShard, IterableDatasetShard, SkipBatchSampler
 from shardwise.errors import ConfigError, NotYetSupported
 
+DataLoaderStateMixin = LoopedLoader
+
 
 def prepare_data_loader(
     dataloader: DataLoader[Any],
@@ -191,6 +193,7 @@ __all__ = [
     "BatchSamplerShard",
     "DataLoaderDispatcher",
     "DataLoaderShard",
+    "DataLoaderStateMixin",
     "IterableDatasetShard",
     "SeedableRandomSampler",
     "SkipBatchSampler",

@@ -24,7 +24,7 @@ class LossScale:
     def __init__(self, device: str, options: dict[str, Any]) -> None:
         self.scaler = torch.amp.GradScaler(device, **options)
         self.generation = 0
-        self._stepped = False
+        self._used = False
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss that is differentiated."""
@@ -33,16 +33,17 @@ class LossScale:
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
         """Step, unless a gradient is not finite."""
-        self._stepped = True
+        self._used = True
         self.scaler.step(optimizer, *args)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the scale out of an optimizer's gradients."""
+        self._used = True  # also where the script then takes no step
         self.scaler.unscale_(optimizer)
 
     def settle(self) -> None:
-        """Update the scale by how the last steps went, if that is still to be done."""
-        if self._stepped:
-            self._stepped = False
+        """Update the scale by what the last gradients were, if that is still to be done."""
+        if self._used:
+            self._used = False
             self.generation += 1
             self.scaler.update()

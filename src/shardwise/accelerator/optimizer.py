@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 EARLY_ZERO = (
     "optimizer.zero_grad() between the micro-batches of a window was passed over: it would drop what the window has "
-    "so far. Call it after optimizer.step()."
+    "so far. It drops gradients where a window begins, and after optimizer.step()."
 )
 
 
@@ -107,12 +107,17 @@ class AcceleratedOptimizer(Optimizer):
     # -- what they call --
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Drop the gradients, if the window is complete."""
+        """Drop the gradients, if the window is complete.
+
+        Also where a window begins, for loops that call this before their forward.
+        """
         state = self.gradient_state
-        if not self._acts():
+        before_forward = state.inside and not state.backwards and state.concerns(self)
+        if before_forward and state.step > 1:
+            if state.sync_gradients:
+                self._once.warn(EARLY_ZERO)
             return
-        if state.inside and state.step > 1 and not state.backwards:
-            self._once.warn(EARLY_ZERO)
+        if not before_forward and not self._acts():
             return
         if set_to_none is None:
             self.optimizer.zero_grad()
@@ -162,8 +167,10 @@ class AcceleratedOptimizer(Optimizer):
         else:
             self.optimizer.zero_grad()
 
-    def _note_step(self, *_: Any) -> None:
-        self._took_step = True
+    def _note_step(self, optimizer: Any, *_: Any) -> None:
+        # Fused optimizers are called in any case, and told what was found.
+        found_inf = getattr(optimizer, "found_inf", None)
+        self._took_step = found_inf is None or not bool(found_inf)
 
     def __getattr__(self, name: str) -> Any:
         # Optimizers have methods of their own (a schedule-free one's, a paged one's).
@@ -225,7 +232,8 @@ class EngineOptimizer(Optimizer):
     @property
     def step_was_skipped(self) -> bool:
         """The last step changed nothing, because a gradient was not finite."""
-        return self.engine.global_steps > 0 and not self.engine.was_step_applied()
+        # Not by the number of steps: after a resume there is no last one.
+        return self.engine.grad_norm_before_clip is not None and not self.engine.was_step_applied()
 
     _is_overflow = step_was_skipped
 

@@ -193,7 +193,7 @@ class Preparing(Together, Base):
             record.without_precision()
         compiled = hasattr(model, "_orig_mod")
         inner = model._orig_mod if compiled else model
-        while isinstance(inner, WRAPPERS) or isinstance(inner, Engine):
+        while isinstance(inner, (*WRAPPERS, Engine)):
             inner = inner.module
         return model if compiled and keep_torch_compile and inner is model._orig_mod else inner
 
@@ -257,12 +257,11 @@ class Preparing(Together, Base):
                 self.mixed_precision,
                 self.processes.num_processes,
                 self.dataloader_config.split_batches,
-                self.processes.is_main_process,
             )
             if plugin is None:
                 raise ConfigError("prepare: there is no ds_config.")
             config, auto = resolve(plugin, facts, optimizer, scheduler, sizes)
-            engine = build(args[i], optimizer, scheduler, config, auto, facts.says)
+            engine = build(args[i], optimizer, scheduler, config, auto)
             found[i] = engine
             self._take_over(engine, optimizer is not None)
             if mine:

@@ -97,6 +97,10 @@ class TorchDynamoPlugin:
     disable: bool = False
     use_regional_compilation: bool = False
 
+    def __post_init__(self) -> None:
+        if self.use_regional_compilation:
+            raise NotYetSupported("TorchDynamoPlugin.use_regional_compilation has not landed; the whole model compiles.")
+
     @property
     def active(self) -> bool:
         """Whether anything is compiled."""
@@ -133,7 +137,7 @@ class DDPCommunicationHookType(str, Enum):
 
 @dataclass
 class DistributedDataParallelKwargs(KwargsHandler):
-    """How the gradients of plain runs are averaged. Parameters that some process did not use need no option here.
+    """How the gradients of plain runs are averaged. Parameters that some process did not use need no option.
 
     Attributes:
         dim: no effect; batches are not cut inside of the model.

@@ -129,8 +129,10 @@ class GradientState:
     def concerns(self, optimizer: Any) -> bool:
         """Whether the window that was open last is of a model that this optimizer trains.
 
-        A step of any other is not held up after the block is over.
+        A step of any other is not held up after the block is over. Where no models were named, it is everyone's.
         """
+        if not self._accumulated:
+            return True
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         return any(id(p) in held for model in self._accumulated for p in model.parameters())
 

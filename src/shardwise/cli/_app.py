@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from shardwise import __version__
-from shardwise.cli import demo, explain, launch
+from shardwise.cli import config, demo, env, explain, launch, test
+from shardwise.cli.flags import LaunchCommand
 
 app = typer.Typer(
     name="shardwise",
@@ -37,6 +38,9 @@ def _options(
 
 
 # Options stop at the script: what follows belongs to it, even where it looks like one of ours.
-app.command("launch", context_settings={"allow_interspersed_args": False})(launch.command)
+app.command("launch", cls=LaunchCommand, context_settings={"allow_interspersed_args": False})(launch.command)
+app.command("config")(config.command)
+app.command("env")(env.command)
+app.command("test")(test.command)
 app.command("demo")(demo.command)
 app.command("explain")(explain.command)

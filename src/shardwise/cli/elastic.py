@@ -38,9 +38,10 @@ def run(plan: LaunchPlan, worker_argv: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     reports = _RankReports(plan)
     # The agent substitutes ${local_rank} in arguments: "$$" is how a dollar of the user's stays a dollar.
-    argv = [argument.replace("$", "$$") for argument in ["-u", _worker.__file__, *worker_argv]]
+    entry, *rest = worker_argv if plan.no_python else [sys.executable, "-u", _worker.__file__, *worker_argv]
+    argv = [argument.replace("$", "$$") for argument in rest]
     try:
-        elastic_launch(_launch_config(plan, reports), sys.executable)(*argv)
+        elastic_launch(_launch_config(plan, reports), entry)(*argv)
     except ChildFailedError as error:
         exit_codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
         return _report_failure(reports.ends(exit_codes), plan)
@@ -76,6 +77,7 @@ class _RankReports(DefaultLogsSpecs):
             report = self._report_path(int(env["RANK"]))
             report.unlink(missing_ok=True)
             env[_worker.REPORT_VARIABLE] = str(report)
+            env.update(self._plan.environment)
             if self._plan.threads is not None:
                 env["OMP_NUM_THREADS"] = str(self._plan.threads)
         return super().reify(envs)
@@ -121,6 +123,7 @@ def _launch_config(plan: LaunchPlan, reports: _RankReports) -> LaunchConfig:
         rdzv_endpoint=endpoint,
         rdzv_configs=settings,
         max_restarts=plan.max_restarts,
+        monitor_interval=plan.monitor_interval,
         logs_specs=reports,
     )
 

@@ -5,47 +5,29 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from shardwise.cli.flags import Flags, takes_flags
 from shardwise.cli.hostfile import Host
-from shardwise.cli.plan import (
-    LaunchPlan,
-    available_cores,
-    command_for,
-    plan_hostfile,
-    plan_nodes,
-    threads_per_rank,
-)
+from shardwise.cli.places import default_config_file
+from shardwise.cli.plan import LaunchPlan, command_for, threads_per_rank
+from shardwise.cli.resolve import Launch, resolve
 from shardwise.errors import ConfigError
 
 
+@takes_flags
 def command(
     target: Annotated[str, typer.Argument(metavar="SCRIPT", help="The script, or with -m the module, to run.")],
     arguments: Annotated[
         list[str] | None,
         typer.Argument(metavar="[ARGS]...", help="Passed to it untouched.", show_default=False),
-    ] = None,
-    *,
-    nproc: Annotated[
-        int | None,
-        typer.Option(min=1, help="Ranks on this node (default: the visible GPUs, or 1).", show_default=False),
-    ] = None,
-    nnodes: Annotated[str | None, typer.Option(help="Nodes: N, or MIN:MAX (default: 1).", show_default=False)] = None,
-    node_rank: Annotated[int | None, typer.Option(help="Number of this node, from 0.", show_default=False)] = None,
-    rdzv_endpoint: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Where several nodes meet.", show_default=False)
-    ] = None,
-    rdzv_id: Annotated[str, typer.Option(help="Name of the job, the same on every node.")] = "shardwise",
-    max_restarts: Annotated[int, typer.Option(min=0, help="Restarts of all ranks after a failure.")] = 0,
-    hostfile: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Lines of 'host slots=N'; gives the nodes and ranks.", show_default=False),
-    ] = None,
-    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module name, as in python -m.")] = False,
+    ],
+    flags: Flags,
 ) -> None:
     """Start a script on N ranks with torch's elastic agent.
 
@@ -53,58 +35,97 @@ def command(
     Threads are divided between the ranks unless OMP_NUM_THREADS is set. If a rank fails, its traceback is
     printed last, once.
 
+    The options of `accelerate launch` are understood, with underscores and with dashes. They stand in front of
+    the script; what follows it belongs to the script. --config_file gives them in a file, and what is typed wins;
+    `shardwise config` writes the file that is read without being named.
+
     Several nodes: the same command on each, with --nnodes and --rdzv-endpoint, and with --node-rank for a
     fixed order. --hostfile derives these from a file in DeepSpeed's format; nothing is started on other
     hosts, the commands to run there are printed.
     """
-    worker_argv = ["-m"] * module + [target, *(arguments or [])]
+    worker_argv = ["-m"] * bool(flags.module) + [target, *(arguments or [])]
     try:
-        if not module and not Path(target).is_file():
-            raise ConfigError(f"no such file: {target}")
-        if hostfile is None:
-            plan = plan_nodes(
-                nproc=nproc or default_nproc(),
-                nnodes=nnodes or "1",
-                node_rank=node_rank,
-                rdzv_endpoint=rdzv_endpoint,
-                rdzv_id=rdzv_id,
-                max_restarts=max_restarts,
-            )
-        else:
-            _refuse_beside_hostfile(nproc=nproc, nnodes=nnodes)
-            plan, hosts = plan_hostfile(
-                hostfile,
-                node_rank=node_rank,
-                rdzv_endpoint=rdzv_endpoint,
-                rdzv_id=rdzv_id,
-                max_restarts=max_restarts,
-            )
-            _say_commands(plan, hosts, worker_argv)
+        _check_target(target, flags)
+        source, launched = plan_launch(flags)
     except ConfigError as error:
         _say(str(error))
         raise typer.Exit(2) from None
-    raise typer.Exit(launch(plan, worker_argv))
+    if launched.hosts:
+        _say_commands(launched.plan, launched.hosts, worker_argv)
+    for note in launched.notes:
+        _say(note)
+    raise typer.Exit(launch(launched.plan, worker_argv, quiet=bool(flags.quiet), source=source))
 
 
-def launch(plan: LaunchPlan, worker_argv: Sequence[str]) -> int:
-    """Run `[-m] target args...` by the plan, with threads divided between ranks; return the exit code."""
-    if plan.threads is None:
+def plan_launch(flags: Flags) -> tuple[Path | None, Launch]:
+    """Read the file that is named, or the default one where it exists, and make the plan.
+
+    Raises:
+        ConfigError: the file or the flags do not fit.
+    """
+    source = flags.config_file or default_config_file(os.environ)
+    if source is not None:
+        # Imported when there is a file: it takes pydantic and PyYAML.
+        config_file = importlib.import_module("shardwise.cli.config_file")
+        flags = config_file.merge(flags, config_file.load(source))
+    return source, resolve(flags, visible_gpus)
+
+
+def launch(plan: LaunchPlan, worker_argv: Sequence[str], *, quiet: bool = False, source: Path | None = None) -> int:
+    """Run `[-m] target args...` by the plan, with threads divided between ranks; return the exit code.
+
+    Args:
+        plan: what to start.
+        worker_argv: the script or module, and its arguments.
+        quiet: do not say what is started.
+        source: the file that settings came from, to be said.
+    """
+    divided = plan.threads is None
+    if divided:
         plan = dataclasses.replace(plan, threads=threads_per_rank(plan.nproc, os.environ))
-        if plan.threads is not None:
-            _say(
-                f"{plan.nproc} ranks on {available_cores()} cores: OMP_NUM_THREADS={plan.threads} for each "
-                "(set it to choose)"
-            )
-    gpus = visible_gpus()
+    hidden = plan.environment.get("CUDA_VISIBLE_DEVICES")
+    gpus = visible_gpus() if hidden is None else len([item for item in hidden.split(",") if item])
+    if not quiet:
+        _say(summary(plan, gpus, divided=divided, source=source))
     if 0 < gpus < plan.nproc:
         _say(
-            f"warning: {plan.nproc} ranks but {gpus} visible GPUs; ranks that use GPUs need one each "
-            "(CUDA_VISIBLE_DEVICES= hides them all)"
+            f"warning: {plan.nproc} ranks but {gpus} visible GPUs; ranks that use GPUs need one each (--cpu hides all)"
         )
     # Imported when something runs: it takes torch, and the rest of the command line does not.
     elastic = importlib.import_module("shardwise.cli.elastic")
     code: int = elastic.run(plan, list(worker_argv))
     return code
+
+
+def summary(plan: LaunchPlan, gpus: int, *, divided: bool = False, source: Path | None = None) -> str:
+    """What is started, in a line.
+
+    Args:
+        plan: with its threads.
+        gpus: that the ranks will see.
+        divided: whether the threads were divided here, rather than asked for.
+        source: the file that settings came from.
+    """
+    env = plan.environment
+    ranks = f"{plan.nproc} {'process' if plan.nproc == 1 else 'processes'}"
+    if plan.max_nodes > 1:
+        nodes = str(plan.max_nodes) if plan.min_nodes == plan.max_nodes else f"{plan.min_nodes} to {plan.max_nodes}"
+        ranks += f" on this node of {nodes}"
+    ids = env.get("CUDA_VISIBLE_DEVICES")
+    device = "CPU" if gpus == 0 else f"{gpus} {'GPU' if gpus == 1 else 'GPUs'}" + (f" ({ids})" if ids else "")
+    parts = [ranks, device]
+    if plan.threads is not None:
+        parts.append(f"OMP_NUM_THREADS={plan.threads} for each" + " (set it to choose)" * divided)
+    if "ACCELERATE_MIXED_PRECISION" in env:
+        precision = env["ACCELERATE_MIXED_PRECISION"]
+        parts.append("no mixed precision" if precision == "no" else f"mixed precision {precision}")
+    if env.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        config = env.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+        stage = env.get("ACCELERATE_DEEPSPEED_ZERO_STAGE")
+        parts.append(f"ZeRO by {config}" if config else f"ZeRO stage {stage or '2 (not given)'}")
+    if source is not None:
+        parts.append(f"settings from {source}")
+    return ", ".join(parts)
 
 
 def visible_gpus() -> int:
@@ -114,15 +135,14 @@ def visible_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def default_nproc() -> int:
-    """One rank for each visible GPU, or one."""
-    return max(1, visible_gpus())
-
-
-def _refuse_beside_hostfile(**options: object) -> None:
-    for name, value in options.items():
-        if value is not None:
-            raise ConfigError(f"--{name} {value}: the hostfile gives this; drop --{name} or --hostfile")
+def _check_target(target: str, flags: Flags) -> None:
+    if flags.module:
+        return
+    if flags.no_python:
+        if shutil.which(target) is None:
+            raise ConfigError(f"--no_python: no such program: {target}")
+    elif not Path(target).is_file():
+        raise ConfigError(f"no such file: {target}")
 
 
 def _say_commands(plan: LaunchPlan, hosts: Sequence[Host], worker_argv: Sequence[str]) -> None:

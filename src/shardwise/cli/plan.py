@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardwise.cli.hostfile import Host, find_this_host, read_hostfile
 from shardwise.errors import ConfigError
+from shardwise.handed_on import as_flags
 
 DEFAULT_PORT = 29500
 
@@ -20,7 +21,8 @@ class LaunchPlan:
 
     `nproc`: ranks on this node. `min_nodes`, `max_nodes`: equal unless the job is elastic. `node_rank`: None
     lets the rendezvous number the nodes. `rdzv_endpoint`: "host:port", or None on a single node. `threads`:
-    what each rank gets as OMP_NUM_THREADS, None to leave it alone.
+    what each rank gets as OMP_NUM_THREADS, None to leave it alone. `environment`: variables that are set for
+    every rank. `monitor_interval`: seconds between looks at the ranks. `no_python`: the script is a program.
     """
 
     nproc: int
@@ -31,6 +33,9 @@ class LaunchPlan:
     rdzv_id: str = "shardwise"
     max_restarts: int = 0
     threads: int | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    monitor_interval: float = 0.1
+    no_python: bool = False
 
 
 def plan_nodes(
@@ -105,6 +110,9 @@ def command_for(node: int, hosts: Sequence[Host], plan: LaunchPlan, worker_argv:
         options += ["--rdzv-id", plan.rdzv_id]
     if plan.max_restarts:
         options += ["--max-restarts", str(plan.max_restarts)]
+    if plan.threads is not None:
+        options += ["--num_cpu_threads_per_process", str(plan.threads)]
+    options += as_flags(plan.environment) + ["--no_python"] * plan.no_python
     if worker_argv[0] != "-m":
         options.append("--")
     return shlex.join(["shardwise", "launch", *options, *worker_argv])

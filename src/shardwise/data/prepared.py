@@ -2,57 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sized
-from typing import Any, Protocol
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
-from shardwise.data.batches import to_device
+from shardwise.data.looped import LoopedLoader, Loops, kept_options
 from shardwise.data.order import (
+    Company,
     EpochStart,
-    SameOrder,
-    SharedSeed,
+    Singles,
     WatchedBatches,
     drawn_again,
     generator_of,
-    set_epoch,
+    lone,
+    seeded_in,
     start_epoch,
 )
-from shardwise.data.split import BatchSamplerShard, IterableDatasetShard
+from shardwise.data.split import IterableDatasetShard
+from shardwise.data.stateful import Reader, ResumableShard, has_state, stateful_reader
 from shardwise.dist import Axis
 from shardwise.errors import ConfigError
 
-# What a loader is made of, beside its data and its sampler.
-KEPT = (
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "generator",
-    "prefetch_factor",
-    "persistent_workers",
-    "pin_memory_device",
-    "in_order",
-)
 
-
-class Loops(Protocol):
-    """Told of the loops that run over prepared loaders."""
-
-    def begin(self, loader: PreparedLoader) -> None:
-        """An epoch begins, perhaps within that of another loader."""
-
-    def advanced(self, loader: PreparedLoader) -> None:
-        """The loader is about to hand out a batch."""
-
-    def end(self, loader: PreparedLoader) -> None:
-        """The epoch is over, or was left early."""
-
-
-class PreparedLoader(DataLoader[Any]):
+class PreparedLoader(LoopedLoader):
     """One rank's part of what another loader would yield.
 
     Args:
@@ -64,14 +40,12 @@ class PreparedLoader(DataLoader[Any]):
         non_blocking: copy without waiting (of use with ``pin_memory``).
         already_sharded: the loader yields this rank's part as it is.
         loops: told when loops begin, advance and end.
-
-    Attributes:
-        epoch: epochs that are over.
-        position: batches handed out to this rank since the epoch began, or was resumed.
-        end_of_dataloader: the batch that was handed out last is the epoch's last.
+        at_epoch: called when an epoch begins, before its order is drawn.
+        part: ``(number of parts, this one)`` where they are not the axis's ranks: some of those then read the same.
+        stateful: read through torchdata's ``StatefulDataLoader``, which keeps the state of a dataset that has one.
 
     Raises:
-        ConfigError: the loader cannot be cut for several ranks; the message says why.
+        ConfigError: the loader cannot be cut for several ranks, or torchdata is not installed; the message says why.
     """
 
     def __init__(
@@ -85,8 +59,11 @@ class PreparedLoader(DataLoader[Any]):
         non_blocking: bool = False,
         already_sharded: bool = False,
         loops: Loops | None = None,
+        at_epoch: Callable[[], None] | None = None,
+        part: tuple[int, int] | None = None,
+        stateful: bool = False,
     ) -> None:
-        ranks = 1 if already_sharded else axis.size
+        ranks, index = (1, 0) if already_sharded else part or (axis.size, axis.position)
         own_way = type(loader).__iter__ is not DataLoader.__iter__
         if own_way and ranks > 1:
             raise ConfigError(
@@ -94,99 +71,143 @@ class PreparedLoader(DataLoader[Any]):
                 "ranks. Give a plain DataLoader with a sampler, a batch_sampler or an IterableDataset; or let the "
                 "loader yield each rank's own part, and say already_sharded=True."
             )
-        self.epoch = 0
-        self.position = 0
-        self.end_of_dataloader = False
+        # Ranks that do not share an order have nothing to agree on: they may read when they like.
+        self._prepare(axis if ranks > 1 else lone(axis), device, non_blocking, loops, at_epoch)
         self._given = loader if own_way else None
-        self._axis = axis
-        self._talk = device or torch.device("cpu")
-        self._device = device
-        self._non_blocking = non_blocking
-        self._loops = loops
+        self._owners = (part[0] if part else axis.size) if already_sharded else 0
         self._split = split_batches and ranks > 1
-        self._ranks = ranks
+        self._even = even_batches
+        self._ranks, self._index = ranks, index
         # Where the epoch was when this run of it began: batches of all ranks, and the states that its order is from.
         self._read = 0
         self._begun: EpochStart | None = None
-        self._resume: tuple[int, EpochStart] | None = None
+        self._resume: _Position | None = None
+        self._redraw = False
+        self._first_read: Any = None  # of an epoch of which a stream's first batches were read again
+        self._base = 0  # of `_read`, what a state of the reader does not count
+        self._stateful = stateful
+        self._reader: Reader | None = None
+        self._snapshot: dict[str, Any] | None = None
         self._stream: IterableDatasetShard | None = None
-        self._shard: BatchSamplerShard | None = None
-        self._watched: WatchedBatches | None = None
-        kept = {name: getattr(loader, name) for name in KEPT if hasattr(loader, name)}
-        even = even_batches and ranks > 1
+        self._shard: WatchedBatches | None = None
+        kept = kept_options(loader)
         if isinstance(loader.dataset, IterableDataset):
-            super().__init__(**self._streamed(loader, even), **kept)
+            made = self._streamed(loader)
         else:
-            super().__init__(**self._sampled(loader, even), **kept)
-        self._generator = generator_of(self._shard)
+            made = self._sampled(loader)
+        super().__init__(**made, **kept)
+        if stateful:
+            self._reader = stateful_reader(made | kept)
+        size = self._size()
+        self._describe(
+            batch_size=size // ranks if size and self._split else size,
+            drop_last=loader.drop_last or bool(self._shard is not None and self._shard.drop_last),
+            **({"sampler": loader.sampler} if self.batch_sampler is not None and self._shard is not None else {}),
+        )
+
+    def __len__(self) -> int:
+        left_out = self._skipped if self._shard is None else 0  # the shard counts for itself
+        return max(0, super().__len__() - left_out)
 
     # -- how it is cut --
 
-    def _streamed(self, loader: DataLoader[Any], even: bool) -> dict[str, Any]:
+    @property
+    def _together(self) -> Company | None:
+        """The ranks that must read one order, if there are any."""
+        return self._company if self._ranks > 1 and self._company.axis.size > 1 else None
+
+    def _streamed(self, loader: DataLoader[Any]) -> dict[str, Any]:
         size = loader.batch_size
         if self._ranks == 1:
             return {"dataset": loader.dataset, "batch_size": size, "drop_last": loader.drop_last}
         if size is None and self._split:
             raise ConfigError("split_batches needs a loader with a batch size; this one's samples are batches already.")
-        position = self._axis.position
-        self._stream = IterableDatasetShard(
-            loader.dataset, size or 1, loader.drop_last, self._ranks, position, self._split, even
+        kind = ResumableShard if self._stateful and has_state(loader.dataset) else IterableDatasetShard
+        self._stream = kind(
+            loader.dataset, size or 1, loader.drop_last, self._ranks, self._index, self._split, self._even
         )
         part = size // self._ranks if size and self._split else size
         return {"dataset": self._stream, "batch_size": part, "drop_last": loader.drop_last}
 
-    def _sampled(self, loader: DataLoader[Any], even: bool) -> dict[str, Any]:
-        position = self._axis.position
+    def _sampled(self, loader: DataLoader[Any]) -> dict[str, Any]:
         # Without automatic batches, the sampler yields what the dataset is asked for: whole batches, or single items.
         plain = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
         single = loader.batch_sampler is None and not isinstance(plain, BatchSampler)
         base: Iterable[Any] = BatchSampler(loader.sampler, 1, False) if single else plain
-        self._shard = BatchSamplerShard(self._agreed(base), self._ranks, position, self._split, even)
-        self._watched = WatchedBatches(_Singles(self._shard) if single else self._shard)
+        self._shard = WatchedBatches(base, self._ranks, self._index, self._split, self._even, self._together)
         name = "batch_sampler" if loader.batch_sampler is not None else "sampler"
-        return {"dataset": loader.dataset, name: self._watched} | ({} if name != "sampler" else {"batch_size": None})
+        found = {"dataset": loader.dataset, name: Singles(self._shard) if single else self._shard}
+        return found | ({} if name != "sampler" else {"batch_size": None})
 
-    def _agreed(self, base: Iterable[Any]) -> Iterable[Any]:
-        """The same batches on every rank, or an error."""
-        if self._ranks == 1:
-            return base
-        sampler = getattr(base, "sampler", None)
-        if type(base) is BatchSampler and type(sampler) is RandomSampler and sampler.generator is None:
-            base = BatchSampler(SharedSeed(sampler, self._axis, self._talk), base.batch_size, base.drop_last)
-        agreed = SameOrder(base, self._axis, self._talk)
-        for name in ("sampler", "batch_size", "drop_last"):
-            setattr(agreed, name, getattr(base, name, None))
-        return agreed
+    @property
+    def _cut(self) -> WatchedBatches | IterableDatasetShard | None:
+        return self._stream if self._shard is None else self._shard
+
+    @property
+    def _drawer(self) -> Any:
+        """What draws the order: a sampler, or a stream that may have a generator."""
+        if self._shard is not None:
+            return self._shard
+        return self.dataset if self._stream is None else self._stream.dataset
+
+    @property
+    def _cut_stream(self) -> bool:
+        return self._stream is not None
+
+    def _listener(self) -> Any:
+        return self._shard
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether each batch is cut for all ranks, and not whole batches dealt out."""
+        return self._split
 
     @property
     def even_batches(self) -> bool:
         """Whether the last round is filled. May be set between epochs."""
-        cut = self._shard or self._stream
-        return bool(cut is not None and cut.even_batches)
+        cut = self._cut
+        return self._even if cut is None else cut.even_batches
 
     @even_batches.setter
     def even_batches(self, value: bool) -> None:
-        cut = self._shard or self._stream
+        cut = self._cut
+        self._even = value
         if cut is not None:
-            cut.even_batches = value and self._ranks > 1
+            cut.even_batches = value
 
     @property
     def remainder(self) -> int:
-        """Samples of the last round that no rank repeats; 0 if all are, -1 if that is not known."""
-        if not self.even_batches:
+        """Samples of the last round that no rank repeats; 0 if none is repeated, -1 if that is not known (yet)."""
+        cut = self._cut
+        if self._ranks == 1 or cut is None:
+            return self._padded_by_its_sampler()
+        if not cut.even_batches or cut.drop_last:
             return 0
-        if self._stream is not None:
-            length = len(self._stream.dataset) if isinstance(self._stream.dataset, Sized) else -1
-            return self._rest(length, self._stream.batch_size) if length >= 0 else self._stream.remainder
-        sampler = getattr(self._shard, "sampler", None)
-        size = getattr(self._shard, "batch_size", None)
-        return self._rest(len(sampler), size) if isinstance(sampler, Sized) and size else -1
+        data: Any = self._stream.dataset if self._stream is not None else None
+        if self._shard is not None and type(self._shard.batch_sampler) is BatchSampler:
+            data = self._shard.batch_sampler.sampler
+        size = cut.batch_size
+        if isinstance(data, Sized) and size:
+            return (len(data) - self._read * size) % (size * self._turns)
+        return cut.remainder
 
-    def _rest(self, samples: int, size: int) -> int:
-        cut = self._shard or self._stream
-        if cut is None or cut.drop_last:
+    @property
+    def rows(self) -> int | None:
+        """Samples of each rank in a last round that repeats some, where that is not the batch size; else None."""
+        return None if self._shard is None or self._shard.batch_size is not None else self._shard.rows
+
+    def _padded_by_its_sampler(self) -> int:
+        """0, or -1 if torch's sampler for several ranks repeats samples, which are then not the last of a round."""
+        sampler = getattr(self._shard, "sampler", None)
+        if not isinstance(sampler, DistributedSampler) or sampler.drop_last:
             return 0
-        return (samples - self._read * size) % (size * self._turns)
+        return -1 if len(sampler.dataset) % sampler.num_replicas else 0  # type: ignore[arg-type]
+
+    @property
+    def total_batch_size(self) -> int | None:
+        """Samples that all ranks together read in a step; None if the loader has no batch size."""
+        size = self._size()
+        return None if size is None else size * (self._owners or self._turns)
 
     @property
     def _turns(self) -> int:
@@ -195,131 +216,173 @@ class PreparedLoader(DataLoader[Any]):
 
     # -- a loop --
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+    def _start(self) -> None:
         again, self._resume = self._resume, None
-        self._announce_epoch()
-        self._read, self._begun = again or (0, start_epoch(self._generator, self._axis, self._talk))
-        self.position, self.end_of_dataloader = 0, False
-        if self._loops is not None:
-            self._loops.begin(self)
-        try:
-            for batch, last in self._batches(resumed=again is not None):
-                self.position += 1
-                self.end_of_dataloader = last
-                if self._loops is not None:
-                    self._loops.advanced(self)
-                yield batch if self._device is None else to_device(batch, self._device, self._non_blocking)
-            self.epoch, self.position, self._read, self._begun = self.epoch + 1, 0, 0, None
-        finally:
-            # Also where the loop is left early, or raises.
-            if self._loops is not None:
-                self._loops.end(self)
+        if isinstance(self._whole, PreparedLoader):
+            # What is left out is counted from the start of the epoch, also of one that another run began.
+            again, self._whole._resume = self._whole._resume, None
+            if again is not None:
+                again = _Position(self._skipped * self._turns, again.start)
+        begun = start_epoch(self._drawer, self._company)
+        self._redraw, self._snapshot = again is not None, None
+        if again is None:
+            again = _Position(self._skipped * self._turns, begun)
+        self._read, self._begun, self._base = again.read, again.start, again.read
+        if self._reader is not None:
+            self._reader.load_state_dict(again.reader or {})
+            self._base = again.base if again.reader else again.read
 
-    def _announce_epoch(self) -> None:
-        if self._shard is not None and set_epoch(self._shard.batch_sampler, self.epoch):
-            return
-        if self._stream is not None:
-            self._stream.set_epoch(self.epoch)
-        elif hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(self.epoch)
+    def _finish(self) -> None:
+        self._read, self._begun, self._snapshot, self._first_read = 0, None, None, None
 
-    def _batches(self, resumed: bool) -> Iterator[tuple[Any, bool]]:
-        """What is left of the epoch, each batch with whether it is the last."""
-        if self._watched is None or self._shard is None or self._given is not None:
-            yield from _looked_ahead(self._unsampled())
+    def _batches(self) -> Iterator[tuple[Any, bool]]:
+        shard = self._shard
+        if shard is None or self._given is not None:
+            yield from self._unsampled()
             return
-        self._shard.skip = self._read
+        shard.skip = self._base
         try:
-            if resumed and self._begun is not None:
-                with drawn_again(self._begun, self._generator):
-                    batches = super().__iter__()
-                    self._watched.draw()
+            if self._redraw and self._begun is not None:
+                with drawn_again(self._begun, generator_of(shard)):
+                    batches = self._reading()
+                    shard.draw()
             else:
-                batches = super().__iter__()
-            for number, batch in enumerate(batches, 1):
-                yield batch, self._watched.total == number
+                batches = self._reading()
+            for number, batch in enumerate(batches, 1 + (self._read - self._base) // self._turns):
+                yield batch, shard.total == number
         finally:
-            self._shard.skip = 0
+            shard.skip = self._skipped * self._turns
 
-    def _unsampled(self) -> Iterator[Any]:
-        """Batches of a stream, or of a loader that iterates in its own way, without those that were read before."""
-        again = self._read // self._turns
+    def _reading(self) -> Iterator[Any]:
+        return DataLoader.__iter__(self) if self._reader is None else iter(self._reader)
+
+    def _unsampled(self) -> Iterator[tuple[Any, bool]]:
+        """What is left of a stream, or of a loader that iterates in its own way."""
+        again = self._base // self._turns
         if self._stream is not None and not self.num_workers:
-            again, self._stream.skip = 0, self._read * self._stream.batch_size
-        batches = super().__iter__() if self._given is None else iter(self._given)
-        for _ in range(again):
-            next(batches, None)
-        return batches
+            again, self._stream.skip = 0, self._base * self._stream.batch_size
+        batches = self._reading() if self._given is None else iter(self._given)
+        for number in range(again):
+            batch = next(batches, None)
+            if number == 0:
+                self._first_read = batch
+        # That a batch is the last is only known when there is no next.
+        nothing = object()
+        batch = next(batches, nothing)
+        while batch is not nothing:
+            if self._reader is not None and has_state(self.dataset):
+                self._snapshot = self._reader.state_dict()
+            following = next(batches, nothing)
+            yield batch, following is nothing
+            batch = following
 
     # -- going on later --
 
     def state_dict(self) -> dict[str, Any]:
         """Where this loader is: the epoch, what all ranks have read of it, and the states that its order is from."""
-        read, begun = self._read + self.position * self._turns, self._begun
-        if self._resume is not None:  # loaded, and not read from since
-            read, begun = self._resume
-        if begun is None:
-            begun = EpochStart(None if self._generator is None else self._generator.get_state(), torch.get_rng_state())
-        return {
+        if isinstance(self._running, PreparedLoader):
+            return self._running.state_dict()
+        at = self._resume or self._position_now()
+        seeded, begun = seeded_in(self._shard), at.start
+        state: dict[str, Any] = {
             "epoch": self.epoch,
-            "batches": read,
+            "batches": at.read,
             "batch_size": self._size(),
             "generator": begun.generator,
             "torch": begun.torch,
+            "seed": None if seeded is None else seeded.initial_seed,
+            "owners": self._owners,
         }
+        if self._reader is not None:
+            state["reader"] = at.reader
+            state["reader_of"] = [at.base, self._ranks, self._index]
+        return state
+
+    def _position_now(self) -> _Position:
+        if self._begun is None:
+            generator = generator_of(self._drawer)
+            begun = EpochStart(None if generator is None else generator.get_state(), torch.get_rng_state())
+            return _Position(self._read, begun)
+        read, state = self._read + self.position * self._turns, None
+        # A stream without a state is read again up to here, which we count ourselves: torchdata counts what it reads
+        # again twice, which shows when one goes on a second time. A stream at its end may have begun anew already.
+        useful = self._shard is not None or (has_state(self.dataset) and not self.end_of_dataloader)
+        if self._reader is not None and self.position and useful:
+            state = self._reader.state_dict() if self._shard is not None else self._snapshot
+        return _Position(read, self._begun, state, self._base)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a loader of the same data was, on as many ranks or on others.
 
         Raises:
             ConfigError: what was read is no whole number of batches of this loader's size; or it is a stream with
-                workers, and no whole number of rounds of these ranks.
+                workers, and no whole number of rounds of these ranks; or each rank's loader has its own part of the
+                data, and there were others.
         """
-        read, size, was = int(state["batches"]), self._size(), state["batch_size"]
-        if read and size != was:
-            if not size or not was or read * was % size:
-                raise ConfigError(
-                    f"{read} batches of {was} samples were read in this epoch, which are no whole batches of {size}. "
-                    "Resume with the same batch size, or from the end of an epoch."
-                )
-            read = read * was // size
+        read = self._read_in_samples(int(state["batches"]), state["batch_size"], self._size())
         if read % self._turns and self._stream is not None and self.num_workers:
             raise ConfigError(
                 f"{read} batches of a stream were read in this epoch, which is no whole number of rounds of "
                 f"{self._ranks} ranks, as it must be with num_workers={self.num_workers}: each worker reads a stream "
                 "of its own. Resume on a number of ranks that divides it, or with num_workers=0."
             )
+        if read and state.get("owners", 0) != self._owners:
+            raise ConfigError(
+                f"the epoch was begun by {state.get('owners', 0) or 'ranks that share one loader, not'} loaders with a "
+                f"part of their own each, and cannot be finished by {self._owners or 'ranks that share one'}. Resume "
+                "on the same number of ranks, or from the end of an epoch."
+            )
         self.epoch, self.position, self._read, self._begun = int(state["epoch"]), 0, 0, None
+        self._running = None
         start = EpochStart(state["generator"], state["torch"])
-        self._resume = (read, start) if read else None
-        if self._generator is not None and start.generator is not None:
-            self._generator.set_state(start.generator)
+        self._resume = _Position(read, start) if read else None
+        base, *part = state.get("reader_of") or [0, 0, 0]
+        if read and part == [self._ranks, self._index] and read == int(state["batches"]):
+            # Of another rank, it says where in another part that one was; the number of batches holds for all.
+            self._resume = _Position(read, start, state["reader"], base)
+        generator, seeded = generator_of(self._drawer), seeded_in(self._shard)
+        if generator is not None and start.generator is not None:
+            generator.set_state(start.generator)
+        if seeded is not None and state.get("seed") is not None:
+            seeded.initial_seed = int(state["seed"])
+
+    def _forget(self) -> None:
+        self._resume = None
+
+    def _recut(self) -> None:
+        super()._recut()
+        self._resume = None
+        mine = vars(self)
+        for cut in (self._shard, self._stream):
+            if cut is None:
+                continue
+            fresh: Any = copy.copy(cut)
+            fresh.skip = self._skipped * self._turns * (self._stream.batch_size if cut is self._stream else 1)
+            for name in ("_shard", "_stream", "batch_sampler", "sampler", "dataset"):
+                if mine[name] is cut:
+                    mine[name] = fresh
+                elif isinstance(mine[name], Singles):
+                    mine[name] = Singles(fresh)
+        if self._reader is not None:
+            made: dict[str, Any] = {"dataset": self.dataset}
+            if self._shard is None:
+                made |= {"batch_size": self.batch_size, "drop_last": self.drop_last}
+            elif self.batch_sampler is not None:
+                made["batch_sampler"] = self.batch_sampler
+            else:
+                made |= {"sampler": self.sampler, "batch_size": None}
+            self._reader = stateful_reader(made | kept_options(self))
 
     def _size(self) -> int | None:
-        cut = self._shard or self._stream
-        size: int | None = self.batch_size if cut is None else cut.batch_size
-        return size
+        cut = self._cut
+        return self.batch_size if cut is None else cut.batch_size
 
 
-class _Singles:
-    """A sampler of single items from batches of one."""
+@dataclass(frozen=True)
+class _Position:
+    """Where in an epoch: what all ranks have read of it, the states that its order is from, the state of the reader."""
 
-    def __init__(self, batches: BatchSamplerShard) -> None:
-        self.batches = batches
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self.batches:
-            yield batch[0]
-
-
-def _looked_ahead(batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
-    """Each batch, and whether it is the last: of a stream that is only known when there is no next."""
-    nothing = object()
-    batch = next(batches, nothing)
-    while batch is not nothing:
-        following = next(batches, nothing)
-        yield batch, following is nothing
-        batch = following
+    read: int
+    start: EpochStart
+    reader: dict[str, Any] | None = None
+    base: int = 0

@@ -35,6 +35,9 @@ class BatchSamplerShard(BatchSampler):
         skip: batches of ``batch_sampler`` to leave out, which other runs of this epoch have read. The last round is
             still filled from the start of the epoch.
 
+    Attributes:
+        remainder: samples of the last round that are not repeated, 0 if none is, -1 before that is known.
+
     Raises:
         ConfigError: ``split_batches`` with a batch size that the ranks do not divide, or that is not known.
     """
@@ -58,11 +61,12 @@ class BatchSamplerShard(BatchSampler):
         self.split_batches = split_batches
         self.even_batches = even_batches
         self.skip = skip
+        self.remainder = -1
         if split_batches and (self.batch_size is None or self.batch_size % num_processes):
             raise ConfigError(
                 f"split_batches cuts each batch in {num_processes} equal parts, but the batch size is "
                 f"{'not known' if self.batch_size is None else self.batch_size}. Give the loader a batch size that is "
-                f"a multiple of {num_processes}, or leave split_batches off and give the batch size of one process."
+                f"a round multiple of {num_processes}, or leave split_batches off and give the size of one process."
             )
 
     @property
@@ -79,13 +83,19 @@ class BatchSamplerShard(BatchSampler):
         return total // n + (1 if self.even_batches or rank < total % n else 0)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        return self._parts() if self.split_batches else self._turns()
+        self.remainder = -1
+        yield from self._parts() if self.split_batches else self._turns()
+        self.remainder = max(0, self.remainder)
+
+    def source(self) -> Iterable[list[Any]]:
+        """What all ranks read."""
+        return self.batch_sampler
 
     def _turns(self) -> Iterator[list[Any]]:
         n, rank, size = self.num_processes, self.process_index, self.batch_size
         start: list[list[Any]] = []
         waiting: list[list[Any]] = []
-        for number, batch in enumerate(self.batch_sampler):
+        for number, batch in enumerate(self.source()):
             if len(waiting) == n:  # a batch that was not full, and not the last: then it was meant so
                 yield waiting[rank]
                 waiting = []
@@ -102,9 +112,11 @@ class BatchSamplerShard(BatchSampler):
         if self.drop_last or not self.even_batches:
             yield from waiting[rank : rank + 1]
         elif size is None:
-            yield from islice(_repeated(waiting, start), rank, rank + 1)
+            self.remainder = sum(map(len, waiting))
+            yield from islice(repeated(waiting, start), rank, rank + 1)
         else:
-            samples = _repeated(_flat(waiting), _flat(start))
+            self.remainder = sum(map(len, waiting))
+            samples = repeated(_flat(waiting), _flat(start))
             yield list(islice(samples, rank * size, (rank + 1) * size))
 
     def _parts(self) -> Iterator[list[Any]]:
@@ -112,7 +124,7 @@ class BatchSamplerShard(BatchSampler):
         part = size // self.num_processes
         first, end = self.process_index * part, (self.process_index + 1) * part
         start: list[Any] = []
-        for number, batch in enumerate(self.batch_sampler):
+        for number, batch in enumerate(self.source()):
             start = start or list(batch)
             if number < self.skip:
                 continue
@@ -121,7 +133,8 @@ class BatchSamplerShard(BatchSampler):
             elif self.drop_last:
                 continue
             elif self.even_batches:
-                yield list(islice(_repeated(list(batch), start), first, end))
+                self.remainder = len(batch)
+                yield list(islice(repeated(list(batch), start), first, end))
             elif len(batch) > first:
                 yield list(batch[first:end])
 
@@ -172,7 +185,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         if split_batches and batch_size % num_processes:
             raise ConfigError(
                 f"split_batches cuts each batch in {num_processes} equal parts, but the batch size is {batch_size}. "
-                f"Give a multiple of {num_processes}."
+                f"Give a round multiple of {num_processes}."
             )
         self.dataset: Any = dataset
         self.batch_size = batch_size
@@ -219,7 +232,7 @@ class IterableDatasetShard(IterableDataset[Any]):
                 yield from chunk[first:end]
             elif not self.drop_last:
                 self.remainder = len(chunk) if self.even_batches else 0
-                yield from islice(_repeated(chunk, start), first, end) if self.even_batches else chunk[first:end]
+                yield from islice(repeated(chunk, start), first, end) if self.even_batches else chunk[first:end]
         self.remainder = max(0, self.remainder)
 
     def _seed(self) -> None:
@@ -261,7 +274,7 @@ def _flat(batches: Iterable[Iterable[T]]) -> list[T]:
     return [sample for batch in batches for sample in batch]
 
 
-def _repeated(rest: list[T], start: list[T]) -> Iterator[T]:
+def repeated(rest: list[T], start: list[T]) -> Iterator[T]:
     """``rest``, then ``start`` over and over."""
     yield from rest
     while start:

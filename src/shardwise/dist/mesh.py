@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise import _torch
 from shardwise.errors import ConfigError
 from shardwise.dist.comm import Axis
 
@@ -25,14 +26,28 @@ def init_distributed(dist_backend: str | None = None, timeout: timedelta = timed
         group: ``rank``, ``world_size``, ``init_method`` or ``store`` for a script that was not started by a launcher;
             handed to ``torch.distributed.init_process_group``.
     """
-    if torch.cuda.is_available() and "LOCAL_RANK" in os.environ:
+    # Not for a run on the CPU: choosing a GPU takes memory on it, and fails in a process that was forked.
+    if dist_backend != "gloo" and torch.cuda.is_available() and "LOCAL_RANK" in os.environ:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     if dist.is_initialized() or (not group and int(os.environ.get("WORLD_SIZE", "1")) == 1):
         return
     if dist_backend is None:
         one_each = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         dist_backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and one_each else "gloo"
+    if not group:
+        group = _fresh_place(timeout)
     dist.init_process_group(dist_backend, timeout=timeout, **group)
+
+
+def _fresh_place(timeout: timedelta) -> dict[str, Any]:
+    """Where the ranks meet: a part of the launcher's store that no earlier group of this run has used.
+
+    torch names groups from 0 again after the default group was destroyed. In a store that outlives it, as that of an
+    elastic agent does, the ranks would then find the old group's addresses, and wait for it.
+    """
+    store, rank, size = _torch.env_store(timeout)
+    number = store.add(f"shardwise/groups of rank {rank}", 1)
+    return {"store": dist.PrefixStore(f"shardwise/{number}", store), "rank": rank, "world_size": size}
 
 
 def default_device() -> torch.device:

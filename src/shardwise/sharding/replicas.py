@@ -26,6 +26,20 @@ from shardwise.sharding.policy import POLICIES
 from shardwise.sharding.reducer import Reducer, warn_discarded
 
 
+class _Hook:
+    """A hook of a model that does nothing in its copies and pickles: they are no replica of any rank's."""
+
+    def __init__(self, call: Callable[..., None] | None = None) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        if self._call is not None:
+            self._call(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hook, ()
+
+
 class Replicas:
     """Keeps the ranks' copies of a model alike: equal values at the start, averaged gradients after each backward.
 
@@ -67,8 +81,8 @@ class Replicas:
         self.reducer = Reducer(self._grads, POLICIES[0], Mesh.over(axis), overlap=True, by_scope=False)
         self.reducer.on_begin = self._on_begin
         self._hooks = [
-            model.register_forward_pre_hook(lambda m, a: self._before_forward(), prepend=True),
-            model.register_forward_hook(lambda m, a, out: self._after_forward(out)),
+            model.register_forward_pre_hook(_Hook(lambda m, a: self._before_forward()), prepend=True),
+            model.register_forward_hook(_Hook(lambda m, a, out: self._after_forward(out))),
         ]
 
     def close(self) -> None:

@@ -60,6 +60,16 @@ HOMES = {
     "shardwise.accelerator.trackers": ("BlankTracker", "GeneralTracker"),
     "shardwise.utils.models": ("extract_model_from_parallel", "has_compiled_regions", "is_compiled_module", "save"),
     "shardwise.utils.environment": ("clear_environment", "patch_environment", "tqdm"),
+    "shardwise.utils.small": (
+        "LoggerType",
+        "PrecisionType",
+        "compare_versions",
+        "is_torch_version",
+        "merge_dicts",
+        "parse_flag_from_env",
+        "str_to_bool",
+        "wait_for_everyone",
+    ),
     "shardwise.zero": ("GatheredParameters",),
     "shardwise.big_models": (
         "check_device_map",

@@ -46,5 +46,5 @@ def tqdm(iterable: Iterable[Any], *_: Any, main_process_only: bool = True, **opt
     from shardwise.accelerator.current import current_processes
     from shardwise.accelerator.progress import progress
 
-    known = {"total": options.get("total"), "description": options.get("desc") or ""}
-    return progress(iterable, processes=current_processes(), **known)
+    total, description = options.get("total"), options.get("desc") or ""
+    return progress(iterable, processes=current_processes(), total=total, description=description)
