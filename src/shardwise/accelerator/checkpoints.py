@@ -26,6 +26,8 @@ from shardwise.messages import logger
 MANIFEST = "shardwise_state.json"
 FORMAT = 1
 NAMED = re.compile(r"checkpoint_(\d+)")
+KINDS = "model|optimizer|optimizer_rank|scheduler|loader|custom_checkpoint|scaler|random_states"
+OURS = re.compile(rf"({KINDS})[_\d]*\.safetensors")
 
 
 class Handle:
@@ -170,6 +172,9 @@ class Checkpoints(Base):
                     shutil.rmtree(aside, ignore_errors=True)
                 aside.mkdir(parents=True, exist_ok=True)
                 (aside / MANIFEST).unlink(missing_ok=True)  # not whole from here on
+                for old in aside.glob("*.safetensors"):
+                    if OURS.fullmatch(old.name):
+                        old.unlink()  # of more processes, or more objects
         weights = [self.get_state_dict(model) for model in self._models]
         models = list(self._models)
         for hook in list(self._save_hooks):
