@@ -1,6 +1,6 @@
 """What an `Accelerator` adds to a bare torch loop: one process, a tiny model, where nothing else takes time.
 
-    python benchmarks/loop.py [--rounds N] [--steps N] [--write]
+    make bench-loop [ARGS="--rounds N --steps N --write"]
 
 Three loops with the same model, data and optimizer take turns: bare torch, Hugging Face Accelerate, shardwise. In each
 round the bare loop's time a step is taken from the others'; the ratio of what is left is formed within the round. Four
@@ -14,6 +14,7 @@ import importlib
 import os
 import platform
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -118,6 +119,8 @@ def accelerated(library: ModuleType, way: Way, steps: int) -> Callable[[], float
 
 
 def measure(way: Way, rounds: int, steps: int) -> dict[str, Any]:
+    if (Path(sys.prefix) / "peer").is_dir():
+        sys.path.append(str(Path(sys.prefix) / "peer"))
     peer, ours = importlib.import_module("accelerate"), importlib.import_module("shardwise")
     importlib.import_module("accelerate.state").AcceleratorState._reset_state(True)
     loops = {"bare": bare(way, steps), "peer": accelerated(peer, way, steps), "ours": accelerated(ours, way, steps)}
@@ -143,16 +146,17 @@ def measure(way: Way, rounds: int, steps: int) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]], rounds: int, steps: int) -> str:
+    theirs = importlib.import_module("accelerate").__version__
     lines = [
         "# What an Accelerator adds to a loop",
         "",
         f"- date: {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC",
         f"- CPU: {psutil.cpu_count()} cores, load average at the start {os.getloadavg()[0]:.2f}",
-        f"- Python {platform.python_version()}, torch {torch.__version__}, accelerate {version('accelerate')}, "
+        f"- Python {platform.python_version()}, torch {torch.__version__}, accelerate {theirs}, "
         f"shardwise {version('shardwise')}",
-        f"- {rounds} rounds of {steps} steps, in turns; medians; command: `python benchmarks/loop.py --write`",
+        f"- {rounds} rounds of {steps} steps, in turns; medians; command: `make bench-loop ARGS=--write`",
         "",
-        "| loop | bare torch, µs a step | Accelerate adds | shardwise adds | ours / theirs (quartiles) | half or less |",
+        "| loop | bare torch, µs a step | Accelerate adds | shardwise adds | ours / theirs (quartiles) | <= half |",
         "|---|---:|---:|---:|---:|---|",
     ]
     for row in rows:

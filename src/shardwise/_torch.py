@@ -30,8 +30,8 @@ def default_store() -> Any:
 
 def env_store(timeout: Any) -> tuple[Any, int, int]:
     """The store that the launcher's variables name, this process's rank and the number of ranks."""
-    module: Any = dist.rendezvous
-    found: tuple[Any, int, int] = next(module("env://", timeout=timeout))
+    c10d: Any = dist
+    found: tuple[Any, int, int] = next(c10d.rendezvous("env://", timeout=timeout))
     return found
 
 

@@ -129,12 +129,19 @@ class _Empty(ModuleType):
         return None
 
 
+def folder() -> Path | None:
+    """Where the peer's package is: ``peer`` in the virtual environment, else as it is installed; or None."""
+    apart = Path(sys.prefix) / "peer"
+    if (apart / PEER).is_dir():
+        return apart / PEER
+    spec = importlib.util.find_spec(PEER)
+    return None if spec is None or not spec.submodule_search_locations else Path(spec.submodule_search_locations[0])
+
+
 def install() -> Path | None:
     """Make the peer's scripts importable. Returns the folder of the peer's package, None if it is not installed."""
-    spec = importlib.util.find_spec(PEER)
-    if spec is None or spec.submodule_search_locations is None:
-        return None
-    folder = Path(next(iter(spec.submodule_search_locations)))
-    sys.meta_path.insert(0, Alias(folder))
-    logging.getLogger("accelerate.accelerator")  # a script listens to it
-    return folder
+    found = folder()
+    if found is not None:
+        sys.meta_path.insert(0, Alias(found))
+        logging.getLogger("accelerate.accelerator")  # a script listens to it
+    return found

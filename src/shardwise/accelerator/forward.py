@@ -41,7 +41,7 @@ class LowPrecisionForward:
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         context = torch.autocast(**self._options)
-        context.__enter__()
+        context.__enter__()  # type: ignore[no-untyped-call]
         self._entered.append(context)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:

@@ -11,6 +11,8 @@ from torch import nn
 from shardwise.accelerator.forward import LowPrecisionForward
 from shardwise.accelerator.process import Processes
 from shardwise.accelerator.settings import AutocastKwargs, DistributedDataParallelKwargs
+from shardwise.compile_check import check_compile
+from shardwise.compiling import CompiledBlocks
 from shardwise.errors import ConfigError
 from shardwise.sharding.replicas import Replicas
 
@@ -61,6 +63,8 @@ class PlainModel:
         self.model = model
         self.replicas: Replicas | None = None
         self._low: LowPrecisionForward | None = None
+        self._compiled: CompiledBlocks | None = None
+        self._says = processes.is_main_process
         if averages and processes.use_distributed:
             options = handlers.get(DistributedDataParallelKwargs, DistributedDataParallelKwargs())
             bytes_each = max((p.element_size() for p in model.parameters()), default=4)
@@ -83,6 +87,15 @@ class PlainModel:
             )
         mark(model, True)
 
+    def compile_blocks(self, backend: str, kwargs: Mapping[str, Any]) -> None:
+        """Compile each block of the model, or the whole if it has none.
+
+        Raises:
+            ConfigError: an unknown backend or argument.
+        """
+        check_compile(self.model, backend, kwargs, 0)
+        self._compiled = CompiledBlocks(self.model, backend, kwargs, None, says=self._says)
+
     @property
     def tags(self) -> int:
         """How many tags it uses."""
@@ -97,6 +110,9 @@ class PlainModel:
     def close(self) -> None:
         """Take everything back."""
         self.without_precision()
+        if self._compiled is not None:
+            self._compiled.undo()
+            self._compiled = None
         if self.replicas is not None:
             self.replicas.close()
             self.replicas = None

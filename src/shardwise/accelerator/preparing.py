@@ -76,8 +76,13 @@ class Preparing(Together, Base):
         if self.deepspeed_plugin is not None and not evaluation_mode:
             return self._prepare_engines((model,))[0]
         place = self.device_placement if device_placement is None else device_placement
+        dynamo = self._state.dynamo_plugin
+        prepared: Any = model
+        if dynamo.active and not dynamo.use_regional_compilation:
+            # First, so that what is hooked stands outside of the compiled code.
+            prepared = torch.compile(model, backend=dynamo.backend.lower(), **dynamo.kwargs())
         record = PlainModel(
-            model,
+            prepared,
             self.processes,
             precision=self.mixed_precision,
             handlers=self.handlers,
@@ -87,11 +92,8 @@ class Preparing(Together, Base):
             outputs_in_fp32=self._outputs_in_fp32,
         )
         self._next_tag += record.tags
-        prepared: Any = model
-        dynamo = self._state.dynamo_plugin
-        if dynamo.active:
-            prepared = torch.compile(model, **dynamo.kwargs())
-            mark(prepared, True)
+        if dynamo.active and dynamo.use_regional_compilation:
+            record.compile_blocks(dynamo.backend.lower(), dynamo.kwargs())
         self._plain[id(prepared)] = record
         self._models.append(prepared)
         return prepared
@@ -261,7 +263,7 @@ class Preparing(Together, Base):
             if plugin is None:
                 raise ConfigError("prepare: there is no ds_config.")
             config, auto = resolve(plugin, facts, optimizer, scheduler, sizes)
-            engine = build(args[i], optimizer, scheduler, config, auto)
+            engine = self._compiled(build(args[i], optimizer, scheduler, config, auto))
             found[i] = engine
             self._take_over(engine, optimizer is not None)
             if mine:
@@ -273,6 +275,12 @@ class Preparing(Together, Base):
                     found[k] = EngineScheduler(engine.lr_scheduler)
                     self._schedulers.append(found[k])
         return found
+
+    def _compiled(self, engine: Engine) -> Engine:
+        dynamo = self._state.dynamo_plugin
+        if dynamo.active:
+            engine.compile(dynamo.backend.lower(), dynamo.kwargs())
+        return engine
 
     def _take_over(self, engine: Engine, trained: bool) -> None:
         mark(engine, True)

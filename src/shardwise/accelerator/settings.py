@@ -87,7 +87,11 @@ class ProjectConfiguration:
 
 @dataclass
 class TorchDynamoPlugin:
-    """``torch.compile`` of prepared models: its arguments, or none for a backend "no"."""
+    """``torch.compile`` of prepared models: its arguments, or none for a backend "no".
+
+    ``use_regional_compilation`` compiles each block of a model's block list, which takes much less time than the whole.
+    Sharded models are always compiled so.
+    """
 
     backend: str = "no"
     mode: str | None = None
@@ -97,20 +101,15 @@ class TorchDynamoPlugin:
     disable: bool = False
     use_regional_compilation: bool = False
 
-    def __post_init__(self) -> None:
-        if self.use_regional_compilation:
-            raise NotYetSupported("TorchDynamoPlugin.use_regional_compilation has not landed; the whole model compiles.")
-
     @property
     def active(self) -> bool:
         """Whether anything is compiled."""
         return self.backend.lower() != "no" and not self.disable
 
     def kwargs(self) -> dict[str, Any]:
-        """What ``torch.compile`` takes."""
+        """What ``torch.compile`` takes beside the backend."""
         given = {"mode": self.mode, "dynamic": self.dynamic, "options": self.options}
-        known = {k: v for k, v in given.items() if v is not None}
-        return {"backend": self.backend.lower(), "fullgraph": self.fullgraph, **known}
+        return {"fullgraph": self.fullgraph, **{k: v for k, v in given.items() if v is not None}}
 
 
 class KwargsHandler:

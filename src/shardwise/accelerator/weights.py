@@ -95,9 +95,10 @@ def load_weights(folder: Path) -> dict[str, torch.Tensor]:
     if not index.is_file():
         tensors, metadata = read_tensors(folder / f"{NAME}.safetensors")
         return _with_copies(tensors, metadata)
-    places = read_json(index).get("weight_map")
-    if not isinstance(places, dict):
-        raise ConfigError(f"{index}: has no weight_map.")
+    found_there = read_json(index)
+    places = found_there.get("weight_map") if isinstance(found_there, dict) else None
+    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+        raise ConfigError(f"{index}: has no weight_map of names.")
     found: dict[str, torch.Tensor] = {}
     for name in sorted(set(places.values())):
         if Path(name).name != name:

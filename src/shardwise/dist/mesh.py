@@ -47,7 +47,8 @@ def _fresh_place(timeout: timedelta) -> dict[str, Any]:
     """
     store, rank, size = _torch.env_store(timeout)
     number = store.add(f"shardwise/groups of rank {rank}", 1)
-    return {"store": dist.PrefixStore(f"shardwise/{number}", store), "rank": rank, "world_size": size}
+    part: Any = dist.distributed_c10d.PrefixStore(f"shardwise/{number}", store)
+    return {"store": part, "rank": rank, "world_size": size}
 
 
 def default_device() -> torch.device:
