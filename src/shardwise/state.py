@@ -64,4 +64,9 @@ class GradientState:
             accelerator.gradient_state.reset()
 
 
-__all__ = ["AcceleratorState", "DistributedType", "GradientState", "PartialState"]
+def is_initialized() -> bool:
+    """Whether there is an Accelerator."""
+    return current.current_accelerator() is not None
+
+
+__all__ = ["AcceleratorState", "DistributedType", "GradientState", "PartialState", "is_initialized"]

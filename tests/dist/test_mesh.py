@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from datetime import timedelta
 from typing import Any
 
@@ -110,3 +112,17 @@ def starts_again(times: int) -> list[float]:
 def test_a_group_may_be_started_again_in_one_run(ranks: RankPools) -> None:
     """The launcher's store outlives a group; the next one must not find the addresses of the last."""
     assert ranks(2).run(starts_again, 5, fresh=True, group=False) == [[1.0, 3.0, 5.0, 7.0, 9.0]] * 2
+
+
+ENDS = """
+import atexit, torch.distributed as dist, shardwise
+atexit.register(lambda: print("left open:", dist.is_initialized()))
+shardwise.init_distributed("gloo", rank=0, world_size=1, store=dist.HashStore())
+print("started:", dist.is_initialized())
+"""
+
+
+def test_a_group_ends_with_the_program() -> None:
+    """One that is left open aborts some exits of torch's, after all that the script had to do."""
+    done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[:2] == ["started: True", "left open: False"]

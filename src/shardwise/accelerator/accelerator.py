@@ -169,7 +169,7 @@ class Accelerator(Preparing, Training, Checkpoints, Records):
     @property
     def scaler(self) -> Any:
         """torch's scaler of fp16 losses in a plain run; None without."""
-        return None if self._scale is None else self._scale.scaler
+        return None if self._scales is None else self._scales.of(self.gradient_state.window).scaler
 
     @property
     def native_amp(self) -> bool:

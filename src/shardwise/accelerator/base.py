@@ -11,8 +11,8 @@ import torch
 
 from shardwise import handed_on
 from shardwise.accelerator.current import set_current_accelerator, set_current_processes
-from shardwise.accelerator.deepspeed import DeepSpeedPlugin, with_precision
-from shardwise.accelerator.loss_scale import LossScale
+from shardwise.accelerator.deepspeed import DeepSpeedPlugin, precision_with
+from shardwise.accelerator.loss_scale import LossScales
 from shardwise.accelerator.once import Once
 from shardwise.accelerator.plain import DTYPES, FIRST_TAG
 from shardwise.accelerator.process import Processes
@@ -73,9 +73,9 @@ class Base:
         precision = _precision(mixed_precision)
         if plugins:
             first = next(iter(plugins.values()))
-            precision = with_precision(first.deepspeed_config, precision)
+            precision = precision_with(first.deepspeed_config, precision)
             for plugin in list(plugins.values())[1:]:
-                with_precision(plugin.deepspeed_config, precision)
+                precision_with(plugin.deepspeed_config, precision)
         accumulation = _accumulation(gradient_accumulation_steps, gradient_accumulation_plugin)
         loading = _loading(dataloader_config, split_batches)
         self._step_scheduler = check_kind(step_scheduler)
@@ -98,10 +98,10 @@ class Base:
         self._accumulation = accumulation
         self._outputs_in_fp32 = outputs_in_fp32
         self._once = Once(self.processes.is_main_process)
-        self._scale: LossScale | None = None
+        self._scales: LossScales | None = None
         if not plugins and precision == "fp16":
             options = self.handlers.get(GradScalerKwargs, GradScalerKwargs())
-            self._scale = LossScale(self.device.type, vars(options))
+            self._scales = LossScales(self.device.type, vars(options))
         self._weighting: Weighting | None = None
         if not plugins and gradient_normalization != "micro_steps":
             self._weighting = Weighting(gradient_normalization, self.processes.axis, self.processes.wire_device())

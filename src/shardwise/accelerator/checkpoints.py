@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-import random
-import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
-from shardwise.accelerator.base import Base
 from shardwise.accelerator.files import read_json, read_tensors, read_value, write_json, write_tensors, write_value
+from shardwise.accelerator.folders import MANIFEST, NAMED, aside_name, automatic, begin, commit, numbered, recover
 from shardwise.accelerator.optimizer import AcceleratedOptimizer, EngineOptimizer
-from shardwise.accelerator.process import Processes
-from shardwise.accelerator.weights import load_into, load_weights, save_weights, size_of, without_copies
-from shardwise.dist.objects import gather_values, same_everywhere
+from shardwise.accelerator.random_states import random_states, set_random_states
+from shardwise.accelerator.saving import Saving, only_safe, together
+from shardwise.accelerator.weights import load_into, without_copies
+from shardwise.dist.objects import same_everywhere
 from shardwise.engine import Engine
-from shardwise.errors import CommError, ConfigError
+from shardwise.errors import ConfigError
 from shardwise.messages import logger
 
-MANIFEST = "shardwise_state.json"
 FORMAT = 1
-NAMED = re.compile(r"checkpoint_(\d+)")
-KINDS = "model|optimizer|optimizer_rank|scheduler|loader|custom_checkpoint|scaler|random_states"
-OURS = re.compile(rf"({KINDS})[_\d]*\.safetensors")
+KEYS = {"processes", "models", "optimizers", "schedulers", "loaders", "objects", "step", "engines"}
 
 
 class Handle:
@@ -44,7 +36,7 @@ class Handle:
             self._hooks.remove(self._hook)
 
 
-class Checkpoints(Base):
+class Checkpoints(Saving):
     """The methods that write and read."""
 
     def __init__(self, **arguments: Any) -> None:
@@ -85,64 +77,6 @@ class Checkpoints(Base):
         """Call ``hook(models, folder)`` before a checkpoint is read; models that it takes out are left to it."""
         return Handle(self._load_hooks, hook)
 
-    def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Any]:
-        """The whole weights of a model, under its own names. All processes must call this.
-
-        Args:
-            model: a prepared one, or any.
-            unwrap: no effect: names are never those of a wrapper.
-        """
-        if isinstance(model, Engine):
-            state = model.module_state_dict()
-            first: dict[int, str] = {}
-            for name, param in model.module.named_parameters(remove_duplicate=False):
-                owner = first.setdefault(id(param), name)
-                if name in state and owner in state:
-                    state[name] = state[owner]
-            return state
-        inner = getattr(model, "_orig_mod", model)
-        found: dict[str, Any] = inner.state_dict()
-        return found
-
-    def save(self, obj: Any, f: Any, safe_serialization: bool = True) -> None:
-        """Write a value, once a run (or once a machine, ``save_on_each_node``).
-
-        Args:
-            obj: tensors by name, or numbers, text, tensors, nested.
-            f: path; a safetensors file is written.
-            safe_serialization: only True: nothing is pickled.
-        """
-        _only_safe(safe_serialization)
-        if not self._writes:
-            return
-        tensors = isinstance(obj, Mapping) and all(isinstance(v, torch.Tensor) for v in obj.values())
-        if tensors:
-            kept, same = without_copies({str(k): v for k, v in obj.items()})
-            write_tensors(
-                Path(f), {k: v.detach().contiguous().cpu() for k, v in kept.items()}, {"format": "pt", **same}
-            )
-        else:
-            write_value(Path(f), obj)
-
-    def save_model(
-        self,
-        model: Any,
-        save_directory: str | Path,
-        max_shard_size: int | str = "10GB",
-        safe_serialization: bool = True,
-    ) -> None:
-        """Write a model's whole weights as ``model.safetensors``, or as parts with an index. All processes must call
-        this."""
-        _only_safe(safe_serialization)
-        folder, limit = Path(save_directory), size_of(max_shard_size)
-        if folder.is_file():
-            raise ConfigError(f"save_model: {folder} is a file, expected a folder.")
-        state = self.get_state_dict(model)
-        with together(self.processes, "save_model"):
-            if self._writes:
-                folder.mkdir(parents=True, exist_ok=True)
-                save_weights(state, folder, limit)
-
     def save_state(
         self, output_dir: str | Path | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
     ) -> str:
@@ -158,34 +92,28 @@ class Checkpoints(Base):
         Returns:
             The folder.
         """
-        _only_safe(safe_serialization)
+        only_safe(safe_serialization)
         if save_model_func_kwargs:
             raise ConfigError(f"save_state: unknown arguments {', '.join(sorted(save_model_func_kwargs))}.")
         final = self._place(output_dir)
         axis, device = self.processes.axis, self.processes.wire_device()
         if axis.size > 1 and not same_everywhere(axis, str(final.absolute()), device, "save_state"):
             raise ConfigError(f"save_state: the processes gave different folders; this one {final}.")
-        aside = final if final.is_dir() else final.with_name(f".{final.name}.partial")
+        aside = final.absolute().with_name(aside_name(final))
         with together(self.processes, "save_state"):
             if self.processes.is_main_process:
-                if aside is not final:
-                    shutil.rmtree(aside, ignore_errors=True)
-                aside.mkdir(parents=True, exist_ok=True)
-                (aside / MANIFEST).unlink(missing_ok=True)  # not whole from here on
-                for old in aside.glob("*.safetensors"):
-                    if OURS.fullmatch(old.name):
-                        old.unlink()  # of more processes, or more objects
+                begin(final)
         weights = [self.get_state_dict(model) for model in self._models]
         models = list(self._models)
-        for hook in list(self._save_hooks):
-            hook(models, weights, str(aside))
+        with together(self.processes, "save_state"):
+            for hook in list(self._save_hooks):
+                hook(models, weights, str(aside))
         with together(self.processes, "save_state"):
             self._write(aside, models, weights)
         with together(self.processes, "save_state"):
             if self.processes.is_main_process:
-                write_json(aside / MANIFEST, self._manifest(len(models)))
-                if aside is not final:
-                    aside.rename(final)
+                write_json(aside / MANIFEST, self._manifest(len(weights)))
+                commit(final)
                 self._remove_old()
         if self.project_configuration.automatic_checkpoint_naming:
             self.project_configuration.iteration += 1
@@ -213,29 +141,32 @@ class Checkpoints(Base):
             raise ConfigError(f"load_state: unknown arguments {', '.join(sorted(load_model_func_kwargs))}.")
         folder = self._newest() if input_dir is None else Path(input_dir)
         with together(self.processes, "load_state"):
+            if self.processes.is_main_process:
+                recover(folder)
+        with together(self.processes, "load_state"):
             manifest = self._read_manifest(folder)
         models = list(self._models)
-        for hook in list(self._load_hooks):
-            hook(models, str(folder))
+        with together(self.processes, "load_state"):
+            for hook in list(self._load_hooks):
+                hook(models, str(folder))
         with together(self.processes, "load_state"):
             if len(models) != manifest["models"]:
                 raise ConfigError(f"{folder}: holds {manifest['models']} models, and {len(models)} are prepared.")
-            states = [read_tensors(folder / _numbered("model", i)) for i in range(len(models))]
-        for model, (tensors, same) in zip(models, states, strict=True):
+            # All is read before anything is changed.
+            weights = [read_tensors(folder / numbered("model", i)) for i in range(len(models))]
+            optimizers = self._read_optimizers(folder)
+            others = self._read_others(folder)
+        for model, (tensors, same) in zip(models, weights, strict=True):
             state = {**tensors, **{n: tensors[o] for n, o in same.items() if o in tensors and n not in tensors}}
             load_into(model.module if isinstance(model, Engine) else getattr(model, "_orig_mod", model), state, strict)
-        self._read_optimizers(folder)
+        for optimizer, state in zip(self._optimizers, optimizers, strict=True):
+            optimizer.load_state_dict(state)
         with together(self.processes, "load_state"):
-            self._read_rest(folder, manifest)
+            self._go_on(folder, manifest, others)
         if self.project_configuration.automatic_checkpoint_naming and (match := NAMED.fullmatch(folder.name)):
             self.project_configuration.iteration = int(match[1]) + 1
 
     # -- inside --
-
-    @property
-    def _writes(self) -> bool:
-        each = self.project_configuration.save_on_each_node
-        return self.processes.is_local_main_process if each else self.processes.is_main_process
 
     def _place(self, output_dir: str | Path | None) -> Path:
         named = self.project_configuration.automatic_checkpoint_naming
@@ -258,7 +189,7 @@ class Checkpoints(Base):
     def _newest(self) -> Path:
         if self.project_dir is None or not self.project_configuration.automatic_checkpoint_naming:
             raise ConfigError("load_state: give it a folder; without automatic names there is no newest one.")
-        found = _automatic(Path(self.project_dir) / "checkpoints")
+        found = automatic(Path(self.project_dir) / "checkpoints")
         if not found:
             raise ConfigError(f"load_state: there is no checkpoint in {Path(self.project_dir) / 'checkpoints'}.")
         return found[-1]
@@ -266,7 +197,7 @@ class Checkpoints(Base):
     def _remove_old(self) -> None:
         config = self.project_configuration
         if config.automatic_checkpoint_naming and config.total_limit is not None and self.project_dir is not None:
-            found = _automatic(Path(self.project_dir) / "checkpoints")
+            found = automatic(Path(self.project_dir) / "checkpoints")
             for old in found[: max(0, len(found) - config.total_limit)]:
                 shutil.rmtree(old)
 
@@ -280,31 +211,36 @@ class Checkpoints(Base):
             "loaders": len(self._dataloaders),
             "objects": len(self._custom_objects),
             "step": self.gradient_state.state_dict()["step"],
-            "engines": [{"global_steps": e.global_steps, "global_samples": e.global_samples} for e in self._engines],
+            "engines": [
+                {
+                    "stage": engine.zero_optimization_stage(),
+                    "global_steps": engine.global_steps,
+                    "global_samples": engine.global_samples,
+                }
+                for engine in self._engines
+            ],
         }
 
     def _write(self, folder: Path, models: list[Any], weights: list[Any]) -> None:
         rank = self.processes.process_index
-        if self._scale is not None:
-            self._scale.settle()
         for i, optimizer in enumerate(self._optimizers):
             if isinstance(optimizer, EngineOptimizer):
-                write_value(folder / _numbered(f"optimizer_rank_{rank}", i), optimizer.state_dict())
-        write_value(folder / f"random_states_{rank}.safetensors", _random_states())
+                write_value(folder / numbered(f"optimizer_rank_{rank}", i), optimizer.state_dict())
+        write_value(folder / f"random_states_{rank}.safetensors", random_states())
         if not self.processes.is_main_process:
             return
         for i, state in enumerate(weights):
             kept, same = without_copies(state)
             whole = {k: v.detach().contiguous().cpu() for k, v in kept.items()}
-            write_tensors(folder / _numbered("model", i), whole, {"format": "pt", **same})
+            write_tensors(folder / numbered("model", i), whole, {"format": "pt", **same})
         for i, optimizer in enumerate(self._optimizers):
             if isinstance(optimizer, AcceleratedOptimizer):
-                write_value(folder / _numbered("optimizer", i), optimizer.state_dict())
+                write_value(folder / numbered("optimizer", i), optimizer.state_dict())
         for name, objects in self._others().items():
             for i, obj in enumerate(objects):
-                write_value(folder / _numbered(name, i), obj.state_dict())
-        if self._scale is not None:
-            write_value(folder / "scaler.safetensors", self._scale.scaler.state_dict())
+                write_value(folder / numbered(name, i), obj.state_dict())
+        if self._scales is not None:
+            write_value(folder / "scaler.safetensors", self._scales.state_dict(self.gradient_state.windows))
 
     def _others(self) -> dict[str, list[Any]]:
         return {"scheduler": self._schedulers, "loader": self._dataloaders, "custom_checkpoint": self._custom_objects}
@@ -318,8 +254,12 @@ class Checkpoints(Base):
                 f"{folder}: not a checkpoint of shardwise, or one that was not finished ({MANIFEST} is missing)."
             )
         manifest: dict[str, Any] = read_json(path)
-        if manifest.get("format") != FORMAT:
-            raise ConfigError(f"{path}: format {manifest.get('format')!r}; this version reads {FORMAT}.")
+        if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+            written = manifest.get("format") if isinstance(manifest, dict) else None
+            raise ConfigError(f"{path}: format {written!r}; this version reads {FORMAT}.")
+        missing = KEYS - set(manifest)
+        if missing:
+            raise ConfigError(f"{path}: {', '.join(sorted(missing))}: missing, so it was not written by shardwise.")
         counted = {
             "optimizers": self._optimizers,
             "schedulers": self._schedulers,
@@ -332,24 +272,49 @@ class Checkpoints(Base):
                     f"{folder}: holds {manifest[name]} {name}, and {len(objects)} are here. Prepare (and register) the "
                     "same objects in the same order before load_state."
                 )
+        self._check_kind(folder, manifest)
         return manifest
 
-    def _read_optimizers(self, folder: Path) -> None:
-        rank = self.processes.process_index
-        found = []
-        with together(self.processes, "load_state"):
-            for i, optimizer in enumerate(self._optimizers):
-                sharded = isinstance(optimizer, EngineOptimizer)
-                found.append(read_value(folder / _numbered(f"optimizer_rank_{rank}" if sharded else "optimizer", i)))
-        for optimizer, state in zip(self._optimizers, found, strict=True):
-            optimizer.load_state_dict(state)
+    def _check_kind(self, folder: Path, manifest: Mapping[str, Any]) -> None:
+        """Whether this run is sharded as the one that wrote was."""
 
-    def _read_rest(self, folder: Path, manifest: Mapping[str, Any]) -> None:
+        def shown(stages: list[int], processes: int) -> str:
+            kind = f"a ds_config of stage {', '.join(map(str, stages))}" if stages else "no ds_config"
+            return f"{kind} on {processes} process{'es' if processes > 1 else ''}"
+
+        wrote = [engine["stage"] for engine in manifest["engines"]]
+        here = [engine.zero_optimization_stage() for engine in self._engines]
+        if wrote == here and (not here or manifest["processes"] == self.processes.num_processes):
+            return
+        raise ConfigError(
+            f"{folder}: was saved with {shown(wrote, manifest['processes'])}, and this run has "
+            f"{shown(here, self.processes.num_processes)}. The state of an optimizer over a sharded model opens where "
+            "it was written for now: resume with the same stage and number of processes. The weights alone open "
+            "anywhere: they are in model.safetensors."
+        )
+
+    def _read_optimizers(self, folder: Path) -> list[dict[str, Any]]:
+        kinds = [isinstance(optimizer, EngineOptimizer) for optimizer in self._optimizers]
+        names = {True: f"optimizer_rank_{self.processes.process_index}", False: "optimizer"}
+        return [read_value(folder / numbered(names[sharded], i)) for i, sharded in enumerate(kinds)]
+
+    def _read_others(self, folder: Path) -> dict[str, list[Any]]:
+        found = {
+            name: [read_value(folder / numbered(name, i)) for i in range(len(objects))]
+            for name, objects in self._others().items()
+        }
+        if self._scales is not None:
+            found["scaler"] = [read_value(folder / "scaler.safetensors")]
+        path = folder / f"random_states_{self.processes.process_index}.safetensors"
+        found["random_states"] = [read_value(path)] if path.is_file() else []
+        return found
+
+    def _go_on(self, folder: Path, manifest: Mapping[str, Any], found: Mapping[str, list[Any]]) -> None:
         for name, objects in self._others().items():
-            for i, obj in enumerate(objects):
-                obj.load_state_dict(read_value(folder / _numbered(name, i)))
-        if self._scale is not None:
-            self._scale.scaler.load_state_dict(read_value(folder / "scaler.safetensors"))
+            for obj, state in zip(objects, found[name], strict=True):
+                obj.load_state_dict(state)
+        if self._scales is not None:
+            self._scales.load_state_dict(found["scaler"][0], self.gradient_state.windows)
         for engine, counters in zip(self._engines, manifest["engines"], strict=True):
             engine.global_steps, engine.global_samples = counters["global_steps"], counters["global_samples"]
         if manifest["step"]:
@@ -358,9 +323,8 @@ class Checkpoints(Base):
                 folder,
                 manifest["step"],
             )
-        path = folder / f"random_states_{self.processes.process_index}.safetensors"
-        if path.is_file():
-            _set_random_states(read_value(path))
+        if found["random_states"]:
+            set_random_states(found["random_states"][0])
         else:
             logger.warning(
                 "%s: has no random states of process %d, for it was saved by %d; they stay what they are.",
@@ -370,71 +334,9 @@ class Checkpoints(Base):
             )
 
 
-@contextmanager
-def together(processes: Processes, what: str) -> Iterator[None]:
-    """What each process does in here has worked on all of them, or an error is raised on all of them.
-
-    Raises:
-        CommError: on those where it worked, with the others' errors.
-    """
-    mine: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        mine = error
-    if processes.num_processes > 1:
-        text = "" if mine is None else f"{type(mine).__name__}: {mine}"
-        told = gather_values(processes.axis, text, processes.wire_device(), what)
-        others = "; ".join(f"process {rank}: {problem}" for rank, problem in enumerate(told) if problem)
-        if others and mine is None:
-            raise CommError(f"{what} failed: {others}")
-    if mine is not None:
-        raise mine
-
-
-def _random_states() -> dict[str, Any]:
-    version, numbers, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    states: dict[str, Any] = {
-        "python": [version, list(numbers), gauss],
-        "numpy": [kind, torch.from_numpy(np.asarray(keys, dtype=np.int64)), position, has_gauss, cached],
-        "torch": torch.get_rng_state(),
-    }
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
-
-
-def _set_random_states(states: Mapping[str, Any]) -> None:
-    version, numbers, gauss = states["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    kind, keys, position, has_gauss, cached = states["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(states["torch"].cpu())
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"].cpu())
-
-
-def _automatic(folder: Path) -> list[Path]:
-    found = [p for p in folder.iterdir() if NAMED.fullmatch(p.name)] if folder.is_dir() else []
-    return sorted(found, key=lambda p: int(p.name.rpartition("_")[2]))
-
-
-def _numbered(name: str, i: int) -> str:
-    return f"{name}.safetensors" if i == 0 else f"{name}_{i}.safetensors"
-
-
 def _has_state(obj: Any) -> bool:
     return all(callable(getattr(obj, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def _shown(obj: Any) -> str:
     return str(obj) if len(str(obj)) < 80 else type(obj).__name__
-
-
-def _only_safe(safe_serialization: bool) -> None:
-    if not safe_serialization:
-        raise ConfigError("safe_serialization=False would write a pickle, which shardwise neither writes nor reads.")
-
-
-__all__ = ["Checkpoints", "Handle", "load_weights", "together"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import warnings
@@ -156,6 +157,10 @@ class DeepSpeedPlugin:
         """Whether models are built in parts by transformers: they are not; ``shardwise.zero.Init`` does."""
         return False
 
+    def zero3_init_context_manager(self, enable: bool = False) -> contextlib.AbstractContextManager[None]:
+        """Nothing: see :meth:`is_zero3_init_enabled`. Scripts switch it off around models that are loaded whole."""
+        return contextlib.nullcontext()
+
     def get_value(self, path: str, default: Any = None) -> Any:
         """The value of the ds_config at a path with dots."""
         found: Any = self.deepspeed_config
@@ -213,11 +218,11 @@ def precision_of(config: Mapping[str, Any]) -> str | None:
     return None if not any(isinstance(s, Mapping) for s in sections) else "no"
 
 
-def with_precision(config: dict[str, Any], wanted: str | None) -> str:
-    """Write a mixed precision into a ds_config. Returns the one that it has then.
+def precision_with(config: Mapping[str, Any], wanted: str | None) -> str:
+    """The mixed precision of a run with this ds_config.
 
     Args:
-        config: changed in place.
+        config: the ds_config.
         wanted: what the script or the launcher says, or None.
 
     Raises:
@@ -225,19 +230,30 @@ def with_precision(config: dict[str, Any], wanted: str | None) -> str:
     """
     has = precision_of(config)
     if wanted is None:
-        wanted = has or "no"
-    if has is not None and has not in ("no", wanted):
-        raise ConfigError(
-            f"mixed_precision={wanted!r}, but the ds_config has {has}.enabled: true. Leave one of them out."
-        )
-    if wanted == "fp16" and has != "fp16":
+        return has or "no"
+    names = ("bf16", "bfloat16") if wanted == "bf16" else (wanted,)
+    off = wanted != "no" and any(_section(config, name).get("enabled") is False for name in names)
+    if off or (has is not None and has not in ("no", wanted)):
+        says = f"{wanted}.enabled: false" if off else f"{has}.enabled: true"
+        raise ConfigError(f"mixed_precision={wanted!r}, but the ds_config has {says}. Leave one of them out.")
+    return wanted
+
+
+def write_precision(config: dict[str, Any], precision: str) -> None:
+    """Write a mixed precision into a ds_config, in the place of "auto" or of nothing.
+
+    Args:
+        config: changed in place.
+        precision: from :func:`precision_with`.
+    """
+    has = precision_of(config)
+    if precision == "fp16" and has != "fp16":
         config["fp16"] = {**_section(config, "fp16"), "enabled": True, "auto_cast": True}
-    elif wanted == "bf16" and has != "bf16":
+    elif precision == "bf16" and has != "bf16":
         config["bf16"] = {**_section(config, "bf16"), "enabled": True}
     for name in ("fp16", "bf16"):
         if _section(config, name).get("enabled") == "auto":
             config[name] = {**_section(config, name), "enabled": False}
-    return wanted
 
 
 def _section(config: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -10,7 +10,14 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.accelerator.deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler, auto_values, micro_batch
+from shardwise.accelerator.deepspeed import (
+    DeepSpeedPlugin,
+    DummyOptim,
+    DummyScheduler,
+    auto_values,
+    micro_batch,
+    write_precision,
+)
 from shardwise.engine import Engine
 from shardwise.errors import ConfigError
 from shardwise.setup import initialize
@@ -48,6 +55,7 @@ def resolve(
         ConfigError: the script and the ds_config contradict each other.
     """
     config = copy.deepcopy(plugin.deepspeed_config)
+    write_precision(config, facts.mixed_precision)
     _check_pairs(config, optimizer, scheduler)
     auto: dict[str, object] = {
         "bf16.enabled": facts.mixed_precision == "bf16",

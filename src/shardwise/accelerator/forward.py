@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from shardwise.accelerator.nested import convert_to_fp32
+from shardwise.data.batches import cast
 
 
 class LowPrecisionForward:
@@ -48,3 +49,25 @@ class LowPrecisionForward:
         if self._entered:
             self._entered.pop().__exit__(None, None, None)
         return convert_to_fp32(output) if self._outputs_in_fp32 else output
+
+
+class LowPrecisionEngine:
+    """Gives an engine's fp16 or bf16 model inputs of its dtype, and its outputs in float32, as autocast would.
+
+    Args:
+        engine: it gets two hooks, which go with it.
+        dtype: of the model's parameters.
+        outputs_in_fp32: convert what the model returns.
+    """
+
+    def __init__(self, engine: nn.Module, dtype: torch.dtype, *, outputs_in_fp32: bool) -> None:
+        self._dtype = dtype
+        engine.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
+        if outputs_in_fp32:
+            engine.register_forward_hook(self._leave)
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return cast(args, self._dtype), cast(kwargs, self._dtype)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return convert_to_fp32(output)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
 
-from shardwise.accelerator.loss_scale import LossScale
+from shardwise.accelerator.loss_scale import LossScales
 from shardwise.accelerator.once import Once
 from shardwise.accelerator.weighting import Weighting
 from shardwise.accelerator.windows import GradientState
@@ -22,6 +23,10 @@ EARLY_ZERO = (
     "optimizer.zero_grad() between the micro-batches of a window was passed over: it would drop what the window has "
     "so far. It drops gradients where a window begins, and after optimizer.step()."
 )
+NOTHING = (
+    "optimizer.step() changed nothing: no accelerator.backward(loss) went before. Call it in the place of "
+    "loss.backward(), which an engine is not told of."
+)
 
 
 class AcceleratedOptimizer(Optimizer):
@@ -30,7 +35,7 @@ class AcceleratedOptimizer(Optimizer):
     Args:
         optimizer: the script's.
         state: of the windows.
-        scale: of fp16 losses, or None.
+        scales: of fp16 losses, or None.
         weighting: how micro-batches weigh, where that is settled late; or None.
         once: says things once.
 
@@ -44,22 +49,22 @@ class AcceleratedOptimizer(Optimizer):
         optimizer: Optimizer,
         state: GradientState,
         *,
-        scale: LossScale | None = None,
+        scales: LossScales | None = None,
         weighting: Weighting | None = None,
         once: Once | None = None,
     ) -> None:
         # Optimizer.__init__ is not called: groups, state and defaults are the inner optimizer's.
         self.optimizer = optimizer
         self.gradient_state = state
-        self._scale = scale
+        self._scales = scales
         self.step_was_skipped = False
         self._weighting = weighting
         self._once = once or Once(True)
-        self._weighed = -1
-        self._unscaled = -1
+        self._weighed: Any = None  # the weights that are in the gradients
+        self._unscaled: Any = None  # the scale that was taken out of them
         self._took_step = False
         self._is_accelerate_prepared = True
-        self._hook = None if scale is None else optimizer.register_step_post_hook(self._note_step)
+        self._hook = None if scales is None else optimizer.register_step_post_hook(self._note_step)
 
     # -- what scripts read --
 
@@ -112,13 +117,15 @@ class AcceleratedOptimizer(Optimizer):
         Also where a window begins, for loops that call this before their forward.
         """
         state = self.gradient_state
-        before_forward = state.inside and not state.backwards and state.concerns(self)
+        before_forward = state.inside and not state.backwards and state.concerns(self.params)
         if before_forward and state.step > 1:
             if state.sync_gradients:
                 self._once.warn(EARLY_ZERO)
             return
         if not before_forward and not self._acts():
             return
+        if self._weighting is not None:
+            state.window_of(self.params).weights = None
         if set_to_none is None:
             self.optimizer.zero_grad()
         else:
@@ -130,36 +137,47 @@ class AcceleratedOptimizer(Optimizer):
             return
         if self._weighting is not None:
             self.settle()
-        if self._scale is None:
+        if self._scales is None:
             if closure is None:
                 self.optimizer.step()
             else:
                 self.optimizer.step(closure)
             return
         self._took_step = False
-        self._scale.step(self.optimizer, *([] if closure is None else [closure]))
+        scale = self._scales.of(self.gradient_state.window_of(self.params))
+        scale.step(self.optimizer, *([] if closure is None else [closure]))
         self.step_was_skipped = not self._took_step
 
     def settle(self) -> None:
         """Weigh the window's gradient, if that is still to be done. All ranks must call this."""
-        weighting = self._weighting
-        if weighting is None or self._weighed == weighting.generation:
+        if self._weighting is None:
             return
-        self._weighed = weighting.generation
-        scale = weighting.scale()
+        window = self.gradient_state.window_of(self.params)
+        if window.weights is not None and window.weights is self._weighed:
+            return
+        scale = self._weighting.scale(window)
+        self._weighed = window.weights
         grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         for dtype in {g.dtype for g in grads}:
             torch._foreach_mul_([g for g in grads if g.dtype == dtype], scale.to(dtype))
 
     def unscale(self) -> None:
         """Take the loss scale out of the gradients; once a step, however often it is called."""
-        if self._scale is not None and self._unscaled != self._scale.generation:
-            self._unscaled = self._scale.generation
-            self._scale.unscale(self.optimizer)
+        if self._scales is None:
+            return
+        scale = self._scales.of(self.gradient_state.window_of(self.params))
+        if self._unscaled != (scale, scale.generation):
+            self._unscaled = (scale, scale.generation)
+            scale.unscale(self.optimizer)
+
+    @property
+    def params(self) -> set[int]:
+        """The ids of the parameters that it steps."""
+        return {id(p) for group in self.optimizer.param_groups for p in group["params"]}
 
     def _acts(self) -> bool:
         state = self.gradient_state
-        return state.sync_gradients or not (state.inside or state.concerns(self))
+        return state.sync_gradients or not (state.inside or state.concerns(self.params))
 
     def _zero(self, set_to_none: bool) -> None:
         if "set_to_none" in inspect.signature(self.optimizer.zero_grad).parameters:
@@ -183,7 +201,7 @@ class AcceleratedOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._hook = None if self._scale is None else self.optimizer.register_step_post_hook(self._note_step)
+        self._hook = None if self._scales is None else self.optimizer.register_step_post_hook(self._note_step)
 
     def __repr__(self) -> str:
         return f"AcceleratedOptimizer({self.optimizer!r})"
@@ -270,6 +288,8 @@ class EngineOptimizer(Optimizer):
         if self._open:
             self._open = False
             self.engine.step()
+        elif self.gradient_state.sync_gradients:
+            warnings.warn(NOTHING, stacklevel=2)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Drop the gradients, if the window is complete and was not stepped."""

@@ -35,6 +35,7 @@ class PlainModel:
         averages: whether it is trained; else processes need not have the same values.
         first_tag: of a range of tags that is nobody else's.
         outputs_in_fp32: convert what the model returns.
+        owner: the Accelerator.
 
     Attributes:
         replicas: averages the gradients; None with one process.
@@ -51,6 +52,7 @@ class PlainModel:
         averages: bool,
         first_tag: int,
         outputs_in_fp32: bool,
+        owner: object,
     ) -> None:
         device = processes.device
         if place and getattr(model, "hf_device_map", None) is None:
@@ -75,6 +77,7 @@ class PlainModel:
                 bucket_numel=max(1, options.bucket_cap_mb * 2**20 // bytes_each),
                 wire_dtype=options.wire_dtype,
                 broadcast_buffers=options.broadcast_buffers,
+                owner=owner,
             )
         autocast = handlers.get(AutocastKwargs, AutocastKwargs())
         if precision in DTYPES and autocast.enabled:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from shardwise.accelerator.base import Base
 from shardwise.accelerator.deepspeed import DummyOptim, DummyScheduler
 from shardwise.accelerator.engines import Facts, build, resolve
+from shardwise.accelerator.forward import LowPrecisionEngine
 from shardwise.accelerator.loaders import prepare_data_loader
 from shardwise.accelerator.memory import release_memory
 from shardwise.accelerator.nested import send_to_device
@@ -23,6 +24,8 @@ from shardwise.accelerator.scheduler import AcceleratedScheduler, EngineSchedule
 from shardwise.accelerator.together import Together
 from shardwise.engine import Engine
 from shardwise.errors import ConfigError, NotYetSupported
+from shardwise.precision import model_dtype
+from shardwise.sharding.replicas import replicas_of
 
 WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
@@ -73,6 +76,14 @@ class Preparing(Together, Base):
         """
         if id(model) in self._plain or isinstance(model, Engine):
             return model
+        known = replicas_of(model)
+        if known is not None and not evaluation_mode:
+            if known.owner is not None and known.owner() is not None:
+                raise ConfigError(
+                    "prepare: this model is prepared by another Accelerator, so its gradients would be averaged twice. "
+                    "Call free_memory() of that one first, or go on with it."
+                )
+            known.close()  # of an Accelerator that is gone
         if self.deepspeed_plugin is not None and not evaluation_mode:
             return self._prepare_engines((model,))[0]
         place = self.device_placement if device_placement is None else device_placement
@@ -89,6 +100,7 @@ class Preparing(Together, Base):
             place=place,
             averages=not evaluation_mode,
             first_tag=self._next_tag,
+            owner=self,
             outputs_in_fp32=self._outputs_in_fp32,
         )
         self._next_tag += record.tags
@@ -104,6 +116,8 @@ class Preparing(Together, Base):
         Raises:
             ConfigError: with a ds_config, where it must be prepared together with its model.
         """
+        if isinstance(optimizer, AcceleratedOptimizer) and optimizer.gradient_state is not self.gradient_state:
+            optimizer = optimizer.optimizer  # another Accelerator's windows are not ours
         if getattr(optimizer, "_is_accelerate_prepared", False):
             if optimizer not in self._optimizers:
                 self._optimizers.append(optimizer)
@@ -121,7 +135,7 @@ class Preparing(Together, Base):
                     if key != "step" and isinstance(value, torch.Tensor):
                         state[key] = value.to(self.device)
         prepared = AcceleratedOptimizer(
-            optimizer, self.gradient_state, scale=self._scale, weighting=self._weighting, once=self._once
+            optimizer, self.gradient_state, scales=self._scales, weighting=self._weighting, once=self._once
         )
         self._optimizers.append(prepared)
         return prepared
@@ -130,11 +144,8 @@ class Preparing(Together, Base):
         """Make a schedule advance when its optimizer stepped."""
         if getattr(scheduler, "_is_accelerate_prepared", False):
             return scheduler
-        own = [
-            o
-            for o in self._optimizers
-            if _inner(o) is getattr(scheduler, "optimizer", None) or o is scheduler.optimizer
-        ]
+        trained = getattr(scheduler, "optimizer", None)
+        own = [o for o in self._optimizers if trained is not None and (_inner(o) is trained or o is trained)]
         once = self._step_scheduler == "update" or self.dataloader_config.split_batches
         prepared = AcceleratedScheduler(
             scheduler,
@@ -238,11 +249,7 @@ class Preparing(Together, Base):
         optimizers = [i for i, a in enumerate(args) if _is(a, Optimizer) or isinstance(a, DummyOptim)]
         optimizers = [i for i in optimizers if not getattr(args[i], "_is_accelerate_prepared", False)]
         schedulers = [i for i, a in enumerate(args) if _is(a, LRScheduler) or isinstance(a, DummyScheduler)]
-        sizes = [
-            getattr(a, "total_batch_size", None) if getattr(a, "_is_accelerate_prepared", False) else a.batch_size
-            for a in args
-            if isinstance(a, DataLoader)
-        ]
+        sizes = [self._size_as_given(a) for a in args if isinstance(a, DataLoader)]
         found: dict[int, Any] = {}
         for i in models:
             mine = [j for j in optimizers if j not in found and _trains(args[j], args[i])]
@@ -276,6 +283,15 @@ class Preparing(Together, Base):
                     self._schedulers.append(found[k])
         return found
 
+    def _size_as_given(self, loader: Any) -> int | None:
+        """The batch size of a loader as the script wrote it; a prepared one knows it of all processes together."""
+        if not getattr(loader, "_is_accelerate_prepared", False):
+            size: int | None = loader.batch_size
+            return size
+        total: int | None = loader.total_batch_size
+        shares = 1 if self.dataloader_config.split_batches else self.processes.num_processes
+        return None if total is None else total // shares
+
     def _compiled(self, engine: Engine) -> Engine:
         dynamo = self._state.dynamo_plugin
         if dynamo.active:
@@ -285,6 +301,9 @@ class Preparing(Together, Base):
     def _take_over(self, engine: Engine, trained: bool) -> None:
         mark(engine, True)
         self._models.append(engine)
+        dtype = model_dtype(engine.config)
+        if dtype is not None:
+            LowPrecisionEngine(engine, dtype, outputs_in_fp32=self._outputs_in_fp32)
         trained = trained or engine.optimizer is not None
         if not trained:
             self._evaluated.append(engine)

@@ -146,7 +146,9 @@ class Together(Base):
             input_data: nested tensors, or objects: a list with an entry a sample.
             use_gather_object: gather tensors as objects (of different shapes, to the CPU).
         """
-        objects = use_gather_object or not all(isinstance(leaf, torch.Tensor) for _, leaf in leaves(input_data))
+        found = [leaf for _, leaf in leaves(input_data)]
+        # A process that has nothing to give has no tensors.
+        objects = use_gather_object or not found or not all(isinstance(leaf, torch.Tensor) for leaf in found)
         if objects:
             data = operations.gather_object(input_data, processes=self.processes)
         else:
@@ -163,7 +165,8 @@ class Together(Base):
         rows = getattr(loader, "rows", None)
         size = loader.total_batch_size if rows is None else rows * self.num_processes
         if objects:
-            return data[:remainder] if isinstance(data, list) and len(data) == size else data
+            samples = isinstance(input_data, list) and isinstance(data, list) and len(data) == size
+            return data[:remainder] if samples else data
         # A 0-d tensor of each process is gathered to 1-d: that is no entry a sample.
         return _cut(input_data, data, remainder, size)
 

@@ -14,6 +14,7 @@ from shardwise.accelerator.base import Base
 from shardwise.accelerator.joining import Joining
 from shardwise.accelerator.optimizer import AcceleratedOptimizer
 from shardwise.accelerator.settings import AutocastKwargs
+from shardwise.accelerator.weighting import weight_of
 from shardwise.accelerator.windows import Accumulating
 from shardwise.engine import Engine
 from shardwise.errors import ConfigError, NotYetSupported
@@ -90,11 +91,11 @@ class Training(Base):
         again = state.backwards > 0 and state.inside
         state.backwards += 1
         if self._weighting is not None:
-            loss = loss * self._weighting.weigh(tokens, again)
+            loss = loss * self._weighting.weigh(state.window, tokens, again)
         elif state.num_steps > 1:
             loss = loss / state.num_steps
-        if self._scale is not None:
-            loss = self._scale.scale(loss)
+        if self._scales is not None:
+            loss = self._scales.of(state.window).scale(loss)
         try:
             loss.backward(**kwargs)  # type: ignore[no-untyped-call]
         except Exception:
@@ -111,8 +112,13 @@ class Training(Base):
             raise NotYetSupported(f"backward: {', '.join(sorted(unknown))} with a sharded model has not landed.")
         again = state.backwards > 0 and state.inside
         state.backwards += 1
-        if self.gradient_normalization == "window":
-            tokens = 0.0 if again else 1.0
+        if self.gradient_normalization != "micro_steps":
+            if again:
+                raise ConfigError(
+                    f"gradient_normalization={self.gradient_normalization!r} with a sharded model: two losses in one "
+                    "micro-batch. Add them up, and call backward once."
+                )
+            tokens = weight_of(self.gradient_normalization, tokens, again)
         for engine in self._engines:
             engine.set_gradient_accumulation_boundary(state.sync_gradients)
         if len(self._engines) == 1:
@@ -179,6 +185,11 @@ class Training(Base):
         try:
             found = [self._plain[id(m)].replicas for m in given if id(m) in self._plain]
             active = [replicas for replicas in found if replicas is not None]
+            if active and self._weighting is not None:
+                raise NotYetSupported(
+                    f"join_uneven_inputs with gradient_normalization={self.gradient_normalization!r} has not landed: "
+                    "processes that are through have no part in the weights. Use even_batches=True."
+                )
             if not active:
                 yield
             else:
@@ -233,13 +244,13 @@ class Training(Base):
         """
         if self._engines:
             return self._clip_engines(parameters, max_norm, norm_type)
-        if not self.sync_gradients and self.gradient_state.inside:
-            if self._scale is not None or self._weighting is not None:
+        found = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if self._partial(found):
+            if self._scales is not None or self._weighting is not None:
                 return None  # a part of a scaled gradient has no norm that means anything
             self._once.warn(PARTIAL)
         else:
-            self.unscale_gradients()
-        found = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+            self.unscale_gradients(self._steppers(found))
         return torch.nn.utils.clip_grad_norm_(found, max_norm, norm_type=norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
@@ -250,16 +261,29 @@ class Training(Base):
         """
         if self._engines:
             raise NotYetSupported("clip_grad_value_: sharded models have clip_grad_norm_ only.")
-        if self.sync_gradients or not self.gradient_state.inside:
-            self.unscale_gradients()
-        torch.nn.utils.clip_grad_value_(parameters, clip_value)
+        found = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if not self._partial(found):
+            self.unscale_gradients(self._steppers(found))
+        elif self._scales is not None or self._weighting is not None:
+            return
+        torch.nn.utils.clip_grad_value_(found, clip_value)
+
+    def _partial(self, parameters: list[Any]) -> bool:
+        """Whether these gradients are a part of a window that is not complete."""
+        state = self.gradient_state
+        return not state.sync_gradients and (state.inside or state.concerns({id(p) for p in parameters}))
+
+    def _steppers(self, parameters: list[Any]) -> list[Any]:
+        """The optimizers that step any of these parameters; all, if none does."""
+        given = {id(p) for p in parameters}
+        return [o for o in self._optimizers if not given.isdisjoint(o.params)] or self._optimizers
 
     def _clip_engines(self, parameters: Any, max_norm: float, norm_type: float) -> torch.Tensor | None:
         if norm_type != 2:
             raise NotYetSupported(f"clip_grad_norm_: norm_type={norm_type} with a sharded model has not landed; 2 has.")
         if not self.sync_gradients:
             return None
-        engine = self._owner(parameters)
+        engine = self._owner(parameters if isinstance(parameters, torch.Tensor) else list(parameters))
         clipping = engine.gradient_clipping()
         if clipping > 0:
             if max_norm != clipping:
@@ -269,8 +293,10 @@ class Training(Base):
 
     def _owner(self, parameters: Any) -> Engine:
         given = {id(p) for p in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
-        for engine in self._engines:
-            if any(id(p) in given for p in engine.parameters()):
-                found: Engine = engine
-                return found
-        raise ConfigError("clip_grad_norm_: these are parameters of no prepared model.")
+        found = [e for e in self._engines if any(id(p) in given for p in e.parameters())]
+        if not found:
+            raise ConfigError("clip_grad_norm_: these are parameters of no prepared model.")
+        if len(found) > 1:
+            raise NotYetSupported("clip_grad_norm_ over two sharded models has not landed; clip them one by one.")
+        engine: Engine = found[0]
+        return engine

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
+from shardwise.accelerator.windows import Window
 from shardwise.dist import Axis
 from shardwise.errors import ConfigError
 
 KINDS = ("micro_steps", "window", "tokens")
+
+
+@dataclass(eq=False, slots=True)
+class Weights:
+    """Of the micro-batches of one window.
+
+    Attributes:
+        total: on this process.
+        scale: what the gradient is to be multiplied with, once somebody wanted to know.
+    """
+
+    total: float = 0.0
+    scale: torch.Tensor | None = None
 
 
 class Weighting:
@@ -19,59 +35,63 @@ class Weighting:
     whole window on all processes; both when the window is complete, before anyone looks at the gradient.
 
     Args:
-        kind: one of the three.
+        kind: "window" or "tokens".
         axis: the processes.
-        device: of the gradients.
-
-    Raises:
-        ConfigError: another kind.
+        device: where they talk.
     """
 
     def __init__(self, kind: str, axis: Axis, device: torch.device) -> None:
-        if kind not in KINDS:
-            raise ConfigError(f"gradient_normalization: expected one of {', '.join(KINDS)}, got {kind!r}.")
         self.kind = kind
-        self.generation = 0
         self._axis = axis
         self._device = device
-        self._total = 0.0
-        self._scale: torch.Tensor | None = None
 
-    @property
-    def late(self) -> bool:
-        """Whether gradients are divided when the window is complete."""
-        return self.kind != "micro_steps"
-
-    def weigh(self, tokens: float | None, again: bool) -> float:
-        """What the next loss is multiplied with.
+    def weigh(self, window: Window, tokens: float | None, again: bool) -> float:
+        """What the next loss of a window is multiplied with.
 
         Args:
+            window: whose micro-batch it is.
             tokens: that the loss is the mean of.
             again: another loss of the same micro-batch went before.
         """
-        if self._scale is not None:  # the window before was used
-            self._scale, self._total = None, 0.0
-            self.generation += 1
-        if self.kind == "window":
-            self._total += 0.0 if again else 1.0
-            return 1.0
-        if tokens is None:
-            raise ConfigError(
-                'gradient_normalization="tokens" needs the number of target tokens of each micro-batch: '
-                "accelerator.backward(loss, tokens=n), where loss is the mean over these n tokens."
-            )
-        if again:
-            raise ConfigError(
-                'gradient_normalization="tokens": two losses in one micro-batch. Add them up, and call backward once.'
-            )
-        self._total += float(tokens)
-        return float(tokens)
+        if window.weights is None or window.weights.scale is not None:  # the window before was used
+            window.weights = Weights()
+        weight = weight_of(self.kind, tokens, again)
+        window.weights.total += 0.0 if again else weight
+        return weight
 
-    def scale(self) -> torch.Tensor:
-        """What the window's gradient, averaged over the processes, is to be multiplied with. All ranks must call this
-        in the same order; it talks once a window."""
-        if self._scale is None:
-            total = torch.tensor([self._total], dtype=torch.float64, device=self._device)
+    def scale(self, window: Window) -> torch.Tensor:
+        """What a window's gradient, averaged over the processes, is to be multiplied with. All processes must call this
+        in the same order; they talk once a window."""
+        if window.weights is None:
+            window.weights = Weights()
+        weights: Weights = window.weights
+        if weights.scale is None:
+            total = torch.tensor([weights.total], dtype=torch.float64, device=self._device)
             self._axis.sum_small(total, "weights of the window")
-            self._scale = (self._axis.size / total.clamp(min=1.0))[0]
-        return self._scale
+            weights.scale = (self._axis.size / total.clamp(min=1.0))[0]
+        return weights.scale
+
+
+def weight_of(kind: str, tokens: float | None, again: bool) -> float:
+    """The weight of a loss.
+
+    Args:
+        kind: "window" or "tokens".
+        tokens: that the loss is the mean of.
+        again: another loss of the same micro-batch went before.
+
+    Raises:
+        ConfigError: tokens are needed and not given, or given for two losses of one micro-batch.
+    """
+    if kind == "window":
+        return 1.0
+    if tokens is None:
+        raise ConfigError(
+            'gradient_normalization="tokens" needs the number of target tokens of each micro-batch: '
+            "accelerator.backward(loss, tokens=n), where loss is the mean over these n tokens."
+        )
+    if again:
+        raise ConfigError(
+            'gradient_normalization="tokens": two losses in one micro-batch. Add them up, and call backward once.'
+        )
+    return float(tokens)

@@ -23,9 +23,9 @@ def size_of(text: str | int) -> int:
     Raises:
         ConfigError: not a size.
     """
-    if isinstance(text, int):
+    if isinstance(text, int) and not isinstance(text, bool) and text > 0:
         return text
-    match = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]I?B)\s*", text.upper())
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([KMGT]I?B)\s*", str(text).upper())
     if match is None:
         raise ConfigError(f"max_shard_size: expected a size such as '5GB', got {text!r}.")
     return int(float(match[1]) * UNITS[match[2]])
@@ -40,6 +40,7 @@ def without_copies(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], d
     kept: dict[str, torch.Tensor] = {}
     same: dict[str, str] = {}
     owners: dict[tuple[Any, ...], str] = {}
+    memory: set[tuple[torch.device, int]] = set()
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):
             raise ConfigError(f"state_dict: `{name}` is a {type(value).__name__}; safetensors files hold tensors only.")
@@ -48,7 +49,10 @@ def without_copies(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], d
             same[name] = owners[key]
             continue
         owners[key] = name
-        kept[name] = value
+        place = (value.device, value.untyped_storage().data_ptr())
+        # A part of another's memory is a tensor of its own in a file.
+        kept[name] = value.clone() if value.numel() and place in memory else value
+        memory.add(place)
     return kept, same
 
 

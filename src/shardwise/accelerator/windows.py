@@ -8,15 +8,29 @@ from dataclasses import dataclass
 from typing import Any
 
 
-@dataclass(slots=True)
-class _Window:
-    """The windows of one model (or of several that accumulate together)."""
+@dataclass(eq=False, slots=True)
+class Window:
+    """The windows of one model, or of several that accumulate together; one after the other.
 
-    step: int = 0  # micro-batches since the last window ended
+    Attributes:
+        models: whose; none where no models were named.
+        step: micro-batches since the last one ended.
+        weights: of its micro-batches (:mod:`shardwise.accelerator.weighting`).
+        scale: of its fp16 losses (:mod:`shardwise.accelerator.loss_scale`).
+    """
+
+    models: tuple[Any, ...] = ()
+    step: int = 0
     loader: int = 0
     position: int = -1
     calls: int = 0  # micro-batches that the present batch of the loader was cut in so far
     calls_before: int = 1  # and how many the batch before was cut in
+    weights: Any = None
+    scale: Any = None
+
+    def trains(self, params: set[int]) -> bool:
+        """Whether one of its models has one of the parameters (by id)."""
+        return any(id(p) in params for model in self.models for p in model.parameters())
 
 
 class GradientState:
@@ -46,14 +60,14 @@ class GradientState:
         self.step = 0
         self.backwards = 0  # of the present micro-batch
         self.dataloader_references: list[Any] = []
-        self._windows: dict[Hashable, _Window] = {}
-        self._accumulated: tuple[Any, ...] = ()
+        self.window = Window()  # that of the present micro-batch
+        self._windows: dict[Hashable, Window] = {None: self.window}
 
     def reset(self) -> None:
         """Forget all windows and loops."""
         self.dataloader_references.clear()
-        self._windows.clear()
-        self._accumulated = ()
+        self.window = Window()
+        self._windows = {None: self.window}
         self.sync_gradients, self.inside, self.step, self.backwards = True, False, 0, 0
 
     # -- the loops --
@@ -97,15 +111,14 @@ class GradientState:
 
     # -- the windows --
 
-    def next_micro_batch(self, key: Hashable = None) -> bool:
-        """A micro-batch begins. Returns whether it ends its window.
-
-        Args:
-            key: of the models that accumulate together.
-        """
+    def accumulate(self, models: tuple[Any, ...] = ()) -> bool:
+        """A micro-batch of models that accumulate together begins. Returns whether it ends its window."""
+        key = id(models[0]) if len(models) == 1 else tuple(map(id, models)) or None
         window = self._windows.get(key)
         if window is None:
-            window = self._windows[key] = _Window()
+            window = self._windows[key] = Window(models)
+        self.window = window
+        self.inside = True
         window.step += 1
         sync = window.step % self.num_steps == 0
         loops = self.dataloader_references
@@ -118,7 +131,7 @@ class GradientState:
         self.sync_gradients = sync
         return sync
 
-    def _ends_with(self, loader: Any, window: _Window) -> bool:
+    def _ends_with(self, loader: Any, window: Window) -> bool:
         if loader.position == window.position and id(loader) == window.loader:
             window.calls += 1
         else:
@@ -126,21 +139,24 @@ class GradientState:
             window.loader, window.position, window.calls = id(loader), loader.position, 1
         return self.sync_with_dataloader and loader.end_of_dataloader and window.calls >= window.calls_before
 
-    def concerns(self, optimizer: Any) -> bool:
-        """Whether the window that was open last is of a model that this optimizer trains.
+    @property
+    def windows(self) -> list[Window]:
+        """All of them, in the order in which they were begun first."""
+        return list(self._windows.values())
+
+    def concerns(self, params: set[int]) -> bool:
+        """Whether the window of the last micro-batch is of a model that has one of these parameters (by id).
 
         A step of any other is not held up after the block is over. Where no models were named, it is everyone's.
         """
-        if not self._accumulated:
-            return True
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        return any(id(p) in held for model in self._accumulated for p in model.parameters())
+        return not self.window.models or self.window.trains(params)
 
-    def accumulate(self, models: tuple[Any, ...]) -> bool:
-        """A micro-batch of these models begins. Returns whether it ends its window."""
-        self._accumulated = models
-        self.inside = True
-        return self.next_micro_batch(id(models[0]) if len(models) == 1 else tuple(map(id, models)))
+    def window_of(self, params: set[int]) -> Window:
+        """The window in which the gradients of these parameters (by id) add up."""
+        if len(self._windows) == 1 or self.window.trains(params):
+            return self.window
+        others = [w for w in reversed(self._windows.values()) if w.trains(params)]
+        return others[0] if others else self.window
 
     def state_dict(self) -> dict[str, int]:
         """Micro-batches of the window that is open, for a checkpoint."""

@@ -29,8 +29,9 @@ from shardwise.sharding.reducer import Reducer, warn_discarded
 class _Hook:
     """A hook of a model that does nothing in its copies and pickles: they are no replica of any rank's."""
 
-    def __init__(self, call: Callable[..., None] | None = None) -> None:
+    def __init__(self, call: Callable[..., None] | None = None, replicas: Replicas | None = None) -> None:
         self._call = call
+        self.replicas = replicas
 
     def __call__(self, *args: Any) -> None:
         if self._call is not None:
@@ -50,10 +51,12 @@ class Replicas:
         bucket_numel: elements of a bucket, at the most.
         wire_dtype: in which gradients travel, or None for their own.
         broadcast_buffers: the first rank's buffers are taken over before each forward that trains.
+        owner: who makes it; None: nobody.
 
     Attributes:
         tags: how many tags are used.
         sync: whether a backward averages. It counts when the forward is run, as in ``DistributedDataParallel``.
+        owner: who made it, weakly held; see :func:`replicas_of`.
         announce: called before the ranks talk: with 0 before they share buffers, with 1 before they average.
     """
 
@@ -66,10 +69,12 @@ class Replicas:
         bucket_numel: int,
         wire_dtype: torch.dtype | None = None,
         broadcast_buffers: bool = True,
+        owner: object = None,
     ) -> None:
         self.model = model
         self.axis = axis
         self.sync = True
+        self.owner = None if owner is None else weakref.ref(owner)
         self.announce: Callable[[int], None] | None = None
         self._broadcast_buffers = broadcast_buffers
         self._take_over()
@@ -81,7 +86,7 @@ class Replicas:
         self.reducer = Reducer(self._grads, POLICIES[0], Mesh.over(axis), overlap=True, by_scope=False)
         self.reducer.on_begin = self._on_begin
         self._hooks = [
-            model.register_forward_pre_hook(_Hook(lambda m, a: self._before_forward()), prepend=True),
+            model.register_forward_pre_hook(_Hook(lambda m, a: self._before_forward(), self), prepend=True),
             model.register_forward_hook(_Hook(lambda m, a, out: self._after_forward(out))),
         ]
 
@@ -187,3 +192,11 @@ class Replicas:
 
         for node in {id(t.grad_fn): t.grad_fn for t in _torch.tensors_in(out) if t.grad_fn is not None}.values():
             node.register_prehook(begin)
+
+
+def replicas_of(model: nn.Module) -> Replicas | None:
+    """What averages the gradients of a model, if anything does."""
+    for hook in model._forward_pre_hooks.values():
+        if isinstance(hook, _Hook) and hook.replicas is not None:
+            return hook.replicas
+    return None
