@@ -14,7 +14,7 @@ from shardwise.accelerator.current import set_current_accelerator, set_current_p
 from shardwise.accelerator.deepspeed import DeepSpeedPlugin, precision_with
 from shardwise.accelerator.loss_scale import LossScales
 from shardwise.accelerator.once import Once
-from shardwise.accelerator.plain import DTYPES, FIRST_TAG
+from shardwise.accelerator.plain import DTYPES
 from shardwise.accelerator.process import Processes
 from shardwise.accelerator.scheduler import check_kind
 from shardwise.accelerator.settings import (
@@ -30,6 +30,7 @@ from shardwise.accelerator.state import State
 from shardwise.accelerator.trackers.tracking import Tracking
 from shardwise.accelerator.weighting import KINDS, Weighting
 from shardwise.accelerator.windows import GradientState
+from shardwise.dist import Axis, Mesh
 from shardwise.errors import ConfigError, NotYetSupported
 from shardwise.messages import show_messages
 
@@ -114,10 +115,19 @@ class Base:
         self._plain: dict[int, Any] = {}
         self._engines: list[Any] = []  # those that are trained
         self._evaluated: list[Any] = []
-        self._next_tag = FIRST_TAG
+        self._next_tag = 0
+        self._mesh: Mesh | None = None
         self._trigger = False
         set_current_processes(self.processes)
         set_current_accelerator(self)
+
+    @property
+    def gradient_axis(self) -> Axis:
+        """All processes, for the gradients of plain runs: a group of their own, so that two Accelerators, or what a
+        script sends itself, cannot mix with them. All processes must ask for it alike."""
+        if self._mesh is None:
+            self._mesh = Mesh.build(timeout=self.processes.axis.timeout)
+        return self._mesh.world
 
     @property
     def state(self) -> State:

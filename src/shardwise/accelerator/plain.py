@@ -13,12 +13,11 @@ from shardwise.accelerator.process import Processes
 from shardwise.accelerator.settings import AutocastKwargs, DistributedDataParallelKwargs
 from shardwise.compile_check import check_compile
 from shardwise.compiling import CompiledBlocks
+from shardwise.dist import Axis
 from shardwise.errors import ConfigError
 from shardwise.sharding.replicas import Replicas
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# Tags on the processes' axis below this are those of single values.
-FIRST_TAG = 1024
 
 
 class PlainModel:
@@ -32,7 +31,7 @@ class PlainModel:
         precision: "no", "bf16" or "fp16".
         handlers: the Accelerator's, by class.
         place: move the model to the device.
-        averages: whether it is trained; else processes need not have the same values.
+        axis: the processes, where nobody else talks; None: gradients are not averaged.
         first_tag: of a range of tags that is nobody else's.
         outputs_in_fp32: convert what the model returns.
         owner: the Accelerator.
@@ -49,7 +48,7 @@ class PlainModel:
         precision: str,
         handlers: Mapping[type, Any],
         place: bool,
-        averages: bool,
+        axis: Axis | None,
         first_tag: int,
         outputs_in_fp32: bool,
         owner: object,
@@ -57,7 +56,7 @@ class PlainModel:
         device = processes.device
         if place and getattr(model, "hf_device_map", None) is None:
             model.to(device)
-        elif averages and processes.use_distributed and len(set(getattr(model, "hf_device_map", {}).values())) > 1:
+        elif axis is not None and len(set(getattr(model, "hf_device_map", {}).values())) > 1:
             raise ConfigError(
                 "prepare: this model is spread over several devices (hf_device_map), so several processes cannot train "
                 "copies of it. Start the script with one process, or load the model without device_map."
@@ -67,12 +66,12 @@ class PlainModel:
         self._low: LowPrecisionForward | None = None
         self._compiled: CompiledBlocks | None = None
         self._says = processes.is_main_process
-        if averages and processes.use_distributed:
+        if axis is not None:
             options = handlers.get(DistributedDataParallelKwargs, DistributedDataParallelKwargs())
             bytes_each = max((p.element_size() for p in model.parameters()), default=4)
             self.replicas = Replicas(
                 model,
-                processes.axis,
+                axis,
                 first_tag=first_tag,
                 bucket_numel=max(1, options.bucket_cap_mb * 2**20 // bytes_each),
                 wire_dtype=options.wire_dtype,

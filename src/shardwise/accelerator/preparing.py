@@ -83,7 +83,8 @@ class Preparing(Together, Base):
                     "prepare: this model is prepared by another Accelerator, so its gradients would be averaged twice. "
                     "Call free_memory() of that one first, or go on with it."
                 )
-            known.close()  # of an Accelerator that is gone
+            known.close()  # of an Accelerator that is gone, and its group with it
+            known.axis.close()
         if self.deepspeed_plugin is not None and not evaluation_mode:
             return self._prepare_engines((model,))[0]
         place = self.device_placement if device_placement is None else device_placement
@@ -98,7 +99,7 @@ class Preparing(Together, Base):
             precision=self.mixed_precision,
             handlers=self.handlers,
             place=place,
-            averages=not evaluation_mode,
+            axis=self.gradient_axis if self.use_distributed and not evaluation_mode else None,
             first_tag=self._next_tag,
             owner=self,
             outputs_in_fp32=self._outputs_in_fp32,
@@ -220,6 +221,9 @@ class Preparing(Together, Base):
         for kept in (self._plain, self._models, self._optimizers, self._schedulers, self._dataloaders, self._engines):
             kept.clear()
         self._evaluated.clear()
+        if self._mesh is not None:
+            self._mesh.close()
+            self._mesh = None
         self.gradient_state.reset()
         return release_memory(*objects)
 
