@@ -69,6 +69,7 @@ class Engine(EngineState):
             ConfigError: tokens are needed and not given.
         """
         self._check_loss(loss)
+        self._agreement = None
         by_tokens = self.config.gradient_normalization == "tokens"
         if by_tokens and tokens is None:
             raise ConfigError(
@@ -100,6 +101,7 @@ class Engine(EngineState):
         """The loss as :meth:`backward` would differentiate it, for a script that calls ``.backward()`` itself."""
         if self.config.gradient_normalization == "tokens":
             raise ConfigError('gradient_normalization: "tokens" needs engine.backward(loss, tokens=n).')
+        self._agreement = None
         self._sharded.reducer.boundary = self._ends_window()
         self._losses.append(loss.detach())
         return self._scaled(loss, 1.0 / self._gas)

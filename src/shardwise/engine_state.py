@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -82,6 +82,7 @@ class EngineState(BlockMethods, LaterMethods, nn.Module):
         self._clip_once: float | None = None
         self._outcome: StepOutcome | None = None
         self._unsettled = False
+        self._when_settled: list[Callable[[bool], object]] = []
         self._journal = Journal(config, mesh, sharded, optimizer)
         self.monitor = self._journal.recorder
         if optimizer is not None:
@@ -126,7 +127,22 @@ class EngineState(BlockMethods, LaterMethods, nn.Module):
                     self._skipped,
                 )
         self._scaler.update(not applied)
+        waiting, self._when_settled = self._when_settled, []
+        for call in waiting:
+            call(applied)
         self._journal.settled(self)
+
+    def when_settled(self, call: Callable[[bool], object]) -> None:
+        """Call this with whether the last step was applied, as soon as that is known: at once, except on a GPU."""
+        if self._unsettled:
+            self._when_settled.append(call)
+        else:
+            call(self._outcome is None or self._outcome.applied)
+
+    @property
+    def stepped(self) -> bool:
+        """Whether there was a step since the engine was made (or its state was loaded)."""
+        return self._outcome is not None
 
     @property
     def skipped_steps(self) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from shardwise import Accelerator, ConfigError
 from shardwise.accelerator import current
@@ -201,3 +202,46 @@ def hook_fails(folder: str) -> str:
 def test_a_hook_that_fails_on_one_process_fails_on_all(tmp_path: Path, ranks: RankPools) -> None:
     for said in ranks(2).run(hook_fails, str(tmp_path / "state"), timeout=2.0):
         assert "the hook" in said
+
+
+def test_loaders_schedules_and_precision_of_an_earlier_accelerator() -> None:
+    with accelerating(cpu=True, mixed_precision="bf16") as first:
+        model, optimizer = prepared(first)
+        schedule = first.prepare(torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1))
+        loader = first.prepare(DataLoader(torch.ones(3, 1), batch_size=1))
+        with accelerating(cpu=True, gradient_accumulation_steps=2) as second:
+            model, optimizer, loader, schedule = second.prepare(model, optimizer, loader, schedule)
+            found = []
+            for batch in loader:
+                with second.accumulate(model):
+                    out = model(batch)
+                    found.append((second.sync_gradients, out.grad_fn.name() != "ToCopyBackward0"))
+                    second.backward(out.sum())
+                    optimizer.step()
+                    schedule.step()
+            assert found == [(False, True), (True, True), (True, True)]  # the loader's end is the second's
+            assert schedule.gradient_state is second.gradient_state
+            assert len(second._schedulers) == len(second._dataloaders) == 1
+
+
+def penalised_in_uneven_loops() -> float:
+    accelerator = Accelerator(cpu=True)
+    try:
+        model: Any = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(model.weight)
+        model = accelerator.prepare(model)
+        with accelerator.join_uneven_inputs([model]):
+            for _ in range([3, 1][accelerator.process_index]):
+                x = torch.ones(1, 1, requires_grad=True)
+                (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+                model.zero_grad()
+                accelerator.backward(grad.square().sum())
+        return float(model.weight.grad) if accelerator.process_index == 0 else 0.0
+    finally:
+        accelerator.free_memory()
+        current.forget()
+
+
+def test_a_gradient_that_is_only_looked_at_is_no_averaging(ranks: RankPools) -> None:
+    # d/dw of w**2 is 2; in the last step of the first rank the other one gives zero.
+    assert ranks(2).run(penalised_in_uneven_loops) == [1.0, 0.0]

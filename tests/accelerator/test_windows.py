@@ -307,3 +307,15 @@ def test_1847_of_the_only_batch_of_a_loader_each_piece_ends_a_window() -> None:
                 with accelerator.accumulate():
                     found.append(accelerator.sync_gradients)
         assert found == [True, True]
+
+
+def test_a_window_that_a_loop_leaves_open_is_told() -> None:
+    """The last batch is cut in fewer pieces than the one before, which only the end of the loop shows."""
+    with accelerating(cpu=True, gradient_accumulation_steps=4) as accelerator:
+        found = []
+        with pytest.warns(UserWarning, match="not stepped yet"):
+            for batch in accelerator.prepare(loader(3, rows=4)):
+                for _ in batch.chunk(2)[: 1 if accelerator.gradient_state.end_of_dataloader else 2]:
+                    with accelerator.accumulate():
+                        found.append(accelerator.sync_gradients)
+        assert found == [False, False, False, True, False]

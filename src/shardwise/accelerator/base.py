@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,9 +33,14 @@ from shardwise.accelerator.weighting import KINDS, Weighting
 from shardwise.accelerator.windows import GradientState
 from shardwise.dist import Axis, Mesh
 from shardwise.errors import ConfigError, NotYetSupported
+from shardwise.handed_on import PRECISIONS
 from shardwise.messages import show_messages
+from shardwise.sharding.turns import Turns
 
-PRECISIONS = ("no", "fp16", "bf16")
+OPEN = (
+    "a loop over a loader ended inside of an accumulation window, whose gradients are not stepped yet: its last batch "
+    "was cut in fewer micro-batches than the one before. They count in the next window."
+)
 LATER = {
     "fsdp_plugin": "choose a ZeRO stage instead: deepspeed_plugin=DeepSpeedPlugin(zero_stage=3) shards as FSDP does",
     "torch_tp_plugin": "tensor parallelism has not landed",
@@ -99,6 +105,7 @@ class Base:
         self._accumulation = accumulation
         self._outputs_in_fp32 = outputs_in_fp32
         self._once = Once(self.processes.is_main_process)
+        self.gradient_state.on_open_window = functools.partial(self._once.warn, OPEN)
         self._scales: LossScales | None = None
         if not plugins and precision == "fp16":
             options = self.handlers.get(GradScalerKwargs, GradScalerKwargs())
@@ -117,6 +124,7 @@ class Base:
         self._evaluated: list[Any] = []
         self._next_tag = 0
         self._mesh: Mesh | None = None
+        self._turns = Turns()
         self._trigger = False
         set_current_processes(self.processes)
         set_current_accelerator(self)

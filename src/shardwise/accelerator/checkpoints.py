@@ -95,7 +95,8 @@ class Checkpoints(Saving):
         only_safe(safe_serialization)
         if save_model_func_kwargs:
             raise ConfigError(f"save_state: unknown arguments {', '.join(sorted(save_model_func_kwargs))}.")
-        final = self._place(output_dir)
+        with together(self.processes, "save_state"):
+            final = self._place(output_dir)
         axis, device = self.processes.axis, self.processes.wire_device()
         if axis.size > 1 and not same_everywhere(axis, str(final.absolute()), device, "save_state"):
             raise ConfigError(f"save_state: the processes gave different folders; this one {final}.")
@@ -139,8 +140,8 @@ class Checkpoints(Saving):
         strict = bool(load_model_func_kwargs.pop("strict", True))
         if load_model_func_kwargs:
             raise ConfigError(f"load_state: unknown arguments {', '.join(sorted(load_model_func_kwargs))}.")
-        folder = self._newest() if input_dir is None else Path(input_dir)
         with together(self.processes, "load_state"):
+            folder = self._newest() if input_dir is None else Path(input_dir)
             if self.processes.is_main_process:
                 recover(folder)
         with together(self.processes, "load_state"):
@@ -156,12 +157,13 @@ class Checkpoints(Saving):
             weights = [read_tensors(folder / numbered("model", i)) for i in range(len(models))]
             optimizers = self._read_optimizers(folder)
             others = self._read_others(folder)
-        for model, (tensors, same) in zip(models, weights, strict=True):
-            state = {**tensors, **{n: tensors[o] for n, o in same.items() if o in tensors and n not in tensors}}
-            load_into(model.module if isinstance(model, Engine) else getattr(model, "_orig_mod", model), state, strict)
-        for optimizer, state in zip(self._optimizers, optimizers, strict=True):
-            optimizer.load_state_dict(state)
         with together(self.processes, "load_state"):
+            for model, (tensors, same) in zip(models, weights, strict=True):
+                state = {**tensors, **{n: tensors[o] for n, o in same.items() if o in tensors and n not in tensors}}
+                inner = model.module if isinstance(model, Engine) else getattr(model, "_orig_mod", model)
+                load_into(inner, state, strict)
+            for optimizer, state in zip(self._optimizers, optimizers, strict=True):
+                optimizer.load_state_dict(state)
             self._go_on(folder, manifest, others)
         if self.project_configuration.automatic_checkpoint_naming and (match := NAMED.fullmatch(folder.name)):
             self.project_configuration.iteration = int(match[1]) + 1
@@ -257,6 +259,8 @@ class Checkpoints(Saving):
         if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
             written = manifest.get("format") if isinstance(manifest, dict) else None
             raise ConfigError(f"{path}: format {written!r}; this version reads {FORMAT}.")
+        if not isinstance(manifest.get("engines"), list) or not all(isinstance(e, dict) for e in manifest["engines"]):
+            raise ConfigError(f"{path}: engines: expected a list of objects.")
         missing = KEYS - set(manifest)
         if missing:
             raise ConfigError(f"{path}: {', '.join(sorted(missing))}: missing, so it was not written by shardwise.")

@@ -1,7 +1,7 @@
 """What the free functions read when no :class:`Processes` is given. The only process-wide thing of the Accelerate face.
 
 Scripts call ``gather(x)`` or ``set_seed(1)`` without an object. Those functions take ``processes=None`` and ask here.
-Nothing else reads this module: every class is given its processes.
+Classes are given their processes; of what is here they read nothing.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from shardwise.dist.values import pack, unpack
+from shardwise.dist.values import ValueKindError, pack, unpack
 from shardwise.errors import ConfigError
 
 KEY = "shardwise"
@@ -39,7 +39,13 @@ def read_value(path: Path) -> Any:
     tensors, metadata = read_tensors(path)
     if KEY not in metadata:
         raise ConfigError(f"{path}: this file was not written by shardwise.")
-    return unpack(metadata[KEY], [tensors[str(i)] for i in range(len(tensors))])
+    names = [str(i) for i in range(len(tensors))]
+    if set(names) != set(tensors):
+        raise ConfigError(f"{path}: its tensors are not those of a value that shardwise wrote.")
+    try:
+        return unpack(metadata[KEY], [tensors[name] for name in names], classes=False)
+    except ValueKindError as error:
+        raise ConfigError(f"{path}: {error}") from error
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
@@ -88,7 +94,7 @@ def read_json(path: Path) -> Any:
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be read ({error}).") from error
 
 

@@ -15,6 +15,7 @@ OURS = re.compile(rf"({KINDS})[_\d]*\.safetensors")
 
 def begin(final: Path) -> Path:
     """An empty folder beside the one that is to be written."""
+    recover(final)
     aside = _aside(final)
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
@@ -29,20 +30,18 @@ def commit(final: Path) -> None:
     elif _in_use(final):
         _move_in(aside, final)
     else:
-        old = final.with_name(f".{final.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
-        final.rename(old)
+        final.rename(_old(final))
         aside.rename(final)
-        for item in old.iterdir():
-            if not _ours(item) and not (final / item.name).exists():
-                item.rename(final / item.name)
-        shutil.rmtree(old)
+        _clear(final)
 
 
 def recover(final: Path) -> None:
-    """Finish a :func:`commit` that was interrupted between its two renames."""
+    """Finish a :func:`commit` that was interrupted: the new folder if it is whole, else the old one, is in place."""
     if not final.exists() and (_aside(final) / MANIFEST).is_file():
-        commit(final)
+        _aside(final).rename(final)
+    elif not final.exists() and _old(final).is_dir():
+        _old(final).rename(final)
+    _clear(final)
 
 
 def automatic(folder: Path) -> list[Path]:
@@ -64,6 +63,22 @@ def aside_name(final: Path) -> str:
 def _aside(final: Path) -> Path:
     final = final.absolute()
     return final.with_name(f".{final.name}.partial")
+
+
+def _old(final: Path) -> Path:
+    final = final.absolute()
+    return final.with_name(f".{final.name}.old")
+
+
+def _clear(final: Path) -> None:
+    """Remove the folder that the present one took the place of, after what is not ours in it was taken over."""
+    old = _old(final)
+    if not old.is_dir() or not final.is_dir():
+        return
+    for item in old.iterdir():
+        if not _ours(item) and not (final / item.name).exists():
+            item.rename(final / item.name)
+    shutil.rmtree(old)
 
 
 def _ours(item: Path) -> bool:

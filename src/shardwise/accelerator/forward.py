@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ class LowPrecisionForward:
     ) -> None:
         self._options: dict[str, Any] = {"device_type": device, "dtype": dtype, "cache_enabled": cache}
         self._outputs_in_fp32 = outputs_in_fp32
-        self._entered: list[Any] = []
+        self._entered: dict[int, list[Any]] = {}  # by thread: autocast is a thread's own
         self._hooks = [
             model.register_forward_pre_hook(self._enter, prepend=True),
             # Also after an exception: the context must not stay open.
@@ -43,12 +44,21 @@ class LowPrecisionForward:
     def _enter(self, module: nn.Module, args: Any) -> None:
         context = torch.autocast(**self._options)
         context.__enter__()  # type: ignore[no-untyped-call]
-        self._entered.append(context)
+        self._entered.setdefault(threading.get_ident(), []).append(context)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if self._entered:
-            self._entered.pop().__exit__(None, None, None)
+        entered = self._entered.get(threading.get_ident())
+        if entered:
+            entered.pop().__exit__(None, None, None)
         return convert_to_fp32(output) if self._outputs_in_fp32 else output
+
+
+def remove_low_precision(model: nn.Module) -> None:
+    """Let a model's forward run in its own precision, whoever made it run in another."""
+    for hook in list(model._forward_pre_hooks.values()):
+        owner = getattr(hook, "__self__", None)
+        if isinstance(owner, LowPrecisionForward):
+            owner.remove()
 
 
 class LowPrecisionEngine:

@@ -20,13 +20,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise import handed_on
 from shardwise.accelerator.ranks import RankFailed, run_ranks
 from shardwise.errors import ConfigError, NotYetSupported
+from shardwise.handed_on import PRECISIONS
 
 __all__ = ["RankFailed", "debug_launcher", "notebook_launcher"]
 
 Function = Callable[..., Any]
-PRECISIONS = ("no", "fp16", "bf16")
 DEFAULT_PORT = 29500
 
 # Libraries that touch the GPU when they are imported.
@@ -88,7 +89,7 @@ def notebook_launcher(
     if max_restarts and num_nodes > 1:
         raise NotYetSupported(f"max_restarts={max_restarts}: on one node only; `shardwise launch` restarts several")
     host, port = _meeting_place(rdzv_endpoint, master_addr, use_port, num_nodes)
-    gpus = 0 if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes") else torch.cuda.device_count()
+    gpus = 0 if handed_on.read(os.environ).get("cpu") else torch.cuda.device_count()
     count = max(1, gpus) if num_processes is None else num_processes
     if count < 1:
         raise ConfigError(f"num_processes={count}: expected 1 or more")

@@ -213,14 +213,16 @@ class EngineOptimizer(Optimizer):
     Args:
         engine: whose.
         state: of the windows.
+        steps_itself: no script holds this: a backward that ends a window steps.
 
     Attributes:
         optimizer: the engine's.
     """
 
-    def __init__(self, engine: Engine, state: GradientState) -> None:
+    def __init__(self, engine: Engine, state: GradientState, *, steps_itself: bool = False) -> None:
         # As above.
         self.engine = engine
+        self._steps_itself = steps_itself
         self.gradient_state = state
         self._is_accelerate_prepared = True
         self._open = False
@@ -250,8 +252,7 @@ class EngineOptimizer(Optimizer):
     @property
     def step_was_skipped(self) -> bool:
         """The last step changed nothing, because a gradient was not finite."""
-        # Not by the number of steps: after a resume there is no last one.
-        return self.engine.grad_norm_before_clip is not None and not self.engine.was_step_applied()
+        return self.engine.stepped and not self.engine.was_step_applied()
 
     _is_overflow = step_was_skipped
 
@@ -276,9 +277,9 @@ class EngineOptimizer(Optimizer):
 
     def went_backward(self) -> None:
         """A micro-batch's gradients are there. What is not stepped is counted."""
-        if self.gradient_state.sync_gradients:
-            self._open = True
-        else:
+        self._open = self.gradient_state.sync_gradients
+        if not self._open or self._steps_itself:
+            self._open = False
             self.engine.step()
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]

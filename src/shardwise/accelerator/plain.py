@@ -16,6 +16,7 @@ from shardwise.compiling import CompiledBlocks
 from shardwise.dist import Axis
 from shardwise.errors import ConfigError
 from shardwise.sharding.replicas import Replicas
+from shardwise.sharding.turns import Turns
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -35,6 +36,7 @@ class PlainModel:
         first_tag: of a range of tags that is nobody else's.
         outputs_in_fp32: convert what the model returns.
         owner: the Accelerator.
+        turns: those of its models.
 
     Attributes:
         replicas: averages the gradients; None with one process.
@@ -52,6 +54,7 @@ class PlainModel:
         first_tag: int,
         outputs_in_fp32: bool,
         owner: object,
+        turns: Turns,
     ) -> None:
         device = processes.device
         if place and getattr(model, "hf_device_map", None) is None:
@@ -77,6 +80,7 @@ class PlainModel:
                 wire_dtype=options.wire_dtype,
                 broadcast_buffers=options.broadcast_buffers,
                 owner=owner,
+                turns=turns,
             )
         autocast = handlers.get(AutocastKwargs, AutocastKwargs())
         if precision in DTYPES and autocast.enabled:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from shardwise.accelerator.base import Base
 from shardwise.accelerator.deepspeed import DummyOptim, DummyScheduler
 from shardwise.accelerator.engines import Facts, build, resolve
-from shardwise.accelerator.forward import LowPrecisionEngine
+from shardwise.accelerator.forward import LowPrecisionEngine, remove_low_precision
 from shardwise.accelerator.loaders import prepare_data_loader
 from shardwise.accelerator.memory import release_memory
 from shardwise.accelerator.nested import send_to_device
@@ -26,6 +26,7 @@ from shardwise.engine import Engine
 from shardwise.errors import ConfigError, NotYetSupported
 from shardwise.precision import model_dtype
 from shardwise.sharding.replicas import replicas_of
+from shardwise.sharding.turns import Turns
 
 WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
@@ -58,9 +59,9 @@ class Preparing(Together, Base):
             found = self._prepare_engines(args)
         out = [found.get(i, item) for i, item in enumerate(args)]
         # Optimizers before schedules, which refer to them.
-        for kinds in ((DataLoader,), (nn.Module,), (Optimizer,), (LRScheduler,)):
+        for kind in (DataLoader, nn.Module, Optimizer, (LRScheduler, AcceleratedScheduler)):
             for i, item in enumerate(args):
-                if i not in found and _is(item, kinds[0]):
+                if i not in found and isinstance(item, kind):
                     out[i] = self._prepare_one(item, places[i])
         return out[0] if len(out) == 1 else tuple(out)
 
@@ -78,13 +79,15 @@ class Preparing(Together, Base):
             return model
         known = replicas_of(model)
         if known is not None and not evaluation_mode:
-            if known.owner is not None and known.owner() is not None:
+            # Agreed on, for garbage is not collected at the same moment everywhere.
+            if self._anywhere(known.owner is not None and known.owner() is not None):
                 raise ConfigError(
                     "prepare: this model is prepared by another Accelerator, so its gradients would be averaged twice. "
                     "Call free_memory() of that one first, or go on with it."
                 )
             known.close()  # of an Accelerator that is gone, and its group with it
             known.axis.close()
+        remove_low_precision(model)  # likewise
         if self.deepspeed_plugin is not None and not evaluation_mode:
             return self._prepare_engines((model,))[0]
         place = self.device_placement if device_placement is None else device_placement
@@ -102,6 +105,7 @@ class Preparing(Together, Base):
             axis=self.gradient_axis if self.use_distributed and not evaluation_mode else None,
             first_tag=self._next_tag,
             owner=self,
+            turns=self._turns,
             outputs_in_fp32=self._outputs_in_fp32,
         )
         self._next_tag += record.tags
@@ -143,7 +147,11 @@ class Preparing(Together, Base):
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Make a schedule advance when its optimizer stepped."""
+        if isinstance(scheduler, AcceleratedScheduler) and scheduler.gradient_state is not self.gradient_state:
+            scheduler = scheduler.scheduler  # of another Accelerator
         if getattr(scheduler, "_is_accelerate_prepared", False):
+            if all(scheduler is not known for known in self._schedulers):
+                self._schedulers.append(scheduler)
             return scheduler
         trained = getattr(scheduler, "optimizer", None)
         own = [o for o in self._optimizers if trained is not None and (_inner(o) is trained or o is trained)]
@@ -169,9 +177,11 @@ class Preparing(Together, Base):
     ) -> Any:
         """Make a loader give this process its part of each epoch, on the device."""
         if getattr(data_loader, "_is_accelerate_prepared", False):
-            if all(data_loader is not known for known in self._dataloaders):
-                self._dataloaders.append(data_loader)
-            return data_loader
+            loader: Any = data_loader
+            loader.watched_by(self.gradient_state)
+            if all(loader is not known for known in self._dataloaders):
+                self._dataloaders.append(loader)
+            return loader
         place = self.device_placement if device_placement is None else device_placement
         config = self.dataloader_config
         prepared = prepare_data_loader(
@@ -224,6 +234,7 @@ class Preparing(Together, Base):
         if self._mesh is not None:
             self._mesh.close()
             self._mesh = None
+        self._turns = Turns()
         self.gradient_state.reset()
         return release_memory(*objects)
 
@@ -250,9 +261,9 @@ class Preparing(Together, Base):
         """The engines of the models among ``args``, and the faces of their optimizers and schedules, by position."""
         plugin = self.deepspeed_plugin
         models = [i for i, a in enumerate(args) if isinstance(a, nn.Module) and not isinstance(a, Engine)]
-        optimizers = [i for i, a in enumerate(args) if _is(a, Optimizer) or isinstance(a, DummyOptim)]
+        optimizers = [i for i, a in enumerate(args) if isinstance(a, Optimizer) or isinstance(a, DummyOptim)]
         optimizers = [i for i in optimizers if not getattr(args[i], "_is_accelerate_prepared", False)]
-        schedulers = [i for i, a in enumerate(args) if _is(a, LRScheduler) or isinstance(a, DummyScheduler)]
+        schedulers = [i for i, a in enumerate(args) if isinstance(a, LRScheduler) or isinstance(a, DummyScheduler)]
         sizes = [self._size_as_given(a) for a in args if isinstance(a, DataLoader)]
         found: dict[int, Any] = {}
         for i in models:
@@ -277,15 +288,21 @@ class Preparing(Together, Base):
             engine = self._compiled(build(args[i], optimizer, scheduler, config, auto))
             found[i] = engine
             self._take_over(engine, optimizer is not None)
-            if mine:
-                face = EngineOptimizer(engine, self.gradient_state)
-                found[mine[0]] = face
+            if engine.optimizer is not None:
+                # Without one in the script, that of the ds_config steps in `backward`.
+                face = EngineOptimizer(engine, self.gradient_state, steps_itself=not mine)
+                found.update({k: face for k in mine})
                 self._optimizers.append(face)
-            for k in own:
-                if engine.lr_scheduler is not None:
-                    found[k] = EngineScheduler(engine.lr_scheduler)
-                    self._schedulers.append(found[k])
+            if engine.lr_scheduler is not None:
+                schedule = EngineScheduler(engine.lr_scheduler)
+                found.update({k: schedule for k in own})
+                self._schedulers.append(schedule)
         return found
+
+    def _anywhere(self, flag: bool) -> bool:
+        found = torch.tensor([float(flag)], device=self.processes.wire_device())
+        self.processes.axis.max_small(found, "prepare")
+        return bool(found.item())
 
     def _size_as_given(self, loader: Any) -> int | None:
         """The batch size of a loader as the script wrote it; a prepared one knows it of all processes together."""
@@ -331,12 +348,6 @@ class Preparing(Together, Base):
     def to_device(self, batch: Any) -> Any:
         """A batch on this process's device."""
         return send_to_device(batch, self.device)
-
-
-def _is(item: Any, kind: type) -> bool:
-    if kind is LRScheduler:
-        return isinstance(item, LRScheduler)
-    return isinstance(item, kind)
 
 
 def _inner(optimizer: Any) -> Any:

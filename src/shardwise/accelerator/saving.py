@@ -71,8 +71,9 @@ class Saving(Base):
         this."""
         only_safe(safe_serialization)
         folder, limit = Path(save_directory), size_of(max_shard_size)
-        if folder.is_file():
-            raise ConfigError(f"save_model: {folder} is a file, expected a folder.")
+        with together(self.processes, "save_model"):
+            if folder.is_file():
+                raise ConfigError(f"save_model: {folder} is a file, expected a folder.")
         state = self.get_state_dict(model)
         with together(self.processes, "save_model"):
             if self._writes:

@@ -45,6 +45,7 @@ class AcceleratedScheduler:
         self._is_accelerate_prepared = True
         # OneCycleLR and its like end; the last advance of an epoch may want to go past.
         self._ends = hasattr(scheduler, "total_steps")
+        self._engines = [o.engine for o in self.optimizers if hasattr(o, "engine")]
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance, if the window is complete and the step was taken."""
@@ -54,23 +55,34 @@ class AcceleratedScheduler:
         state = self.gradient_state
         if not state.sync_gradients:
             return
-        for optimizer in self.optimizers:
-            if optimizer.step_was_skipped:
-                return
         times = self.advances
         if self._each_micro_batch and state.inside:
             times *= state.step
+        if len(self._engines) == 1:
+            # On a GPU an engine learns only later how its step went; nobody waits for that here.
+            self._engines[0].when_settled(lambda applied: self._advance(times, args, kwargs) if applied else None)
+            return
+        for optimizer in self.optimizers:
+            if optimizer.step_was_skipped:
+                return
+        self._advance(times, args, kwargs)
+
+    def _advance(self, times: int, args: Any, kwargs: Any) -> None:
         for _ in range(times):
             if not self._ends or self.scheduler._step_count <= self.scheduler.total_steps:
                 self.scheduler.step(*args, **kwargs)
 
     def get_last_lr(self) -> list[float]:
         """The learning rate of each group."""
+        for engine in self._engines:
+            engine.settle()
         rates: list[float] = self.scheduler.get_last_lr()
         return rates
 
     def state_dict(self) -> dict[str, Any]:
         """The schedule's."""
+        for engine in self._engines:
+            engine.settle()
         state: dict[str, Any] = self.scheduler.state_dict()
         return state
 

@@ -17,7 +17,7 @@ from shardwise.accelerator.settings import AutocastKwargs
 from shardwise.accelerator.weighting import weight_of
 from shardwise.accelerator.windows import Accumulating
 from shardwise.engine import Engine
-from shardwise.errors import ConfigError, NotYetSupported
+from shardwise.errors import CommError, ConfigError, NotYetSupported
 
 PARTIAL = (
     "clip_grad_norm_ between the micro-batches of a window clips what is only a part of its gradient, as upstream "
@@ -100,9 +100,12 @@ class Training(Base):
             loss.backward(**kwargs)  # type: ignore[no-untyped-call]
         except Exception:
             # What was averaged of this backward would be mixed with what was not.
+            self._turns.forget()
             for record in self._plain.values():
-                if record.replicas is not None:
-                    record.replicas.abort()
+                # The script's error is the one to see; that other processes are gone as well is a consequence.
+                with contextlib.suppress(CommError):
+                    if record.replicas is not None:
+                        record.replicas.abort()
             raise
 
     def _engines_backward(self, loss: torch.Tensor, tokens: float | None, kwargs: Any) -> None:

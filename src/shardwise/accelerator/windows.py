@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +60,7 @@ class GradientState:
         self.step = 0
         self.backwards = 0  # of the present micro-batch
         self.dataloader_references: list[Any] = []
+        self.on_open_window: Callable[[], None] | None = None
         self.window = Window()  # that of the present micro-batch
         self._windows: dict[Hashable, Window] = {None: self.window}
 
@@ -86,6 +87,10 @@ class GradientState:
 
     def end(self, loader: Any) -> None:
         """The loop is over, or was left early."""
+        last = loader.end_of_dataloader and self.sync_with_dataloader
+        cut_short = last and any(w.step and w.loader == id(loader) and w.calls < w.calls_before for w in self.windows)
+        if cut_short and self.on_open_window is not None:
+            self.on_open_window()
         self.dataloader_references = [x for x in self.dataloader_references if x is not loader]
 
     @property

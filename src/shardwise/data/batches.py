@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -61,8 +62,16 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
 def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         return change(value)
-    if isinstance(value, Mapping):
+    if type(value) is dict:
         return {k: _mapped(v, change) for k, v in value.items()}
+    if isinstance(value, Mapping):
+        changed = {k: _mapped(v, change) for k, v in value.items()}
+        if all(changed[k] is v for k, v in value.items()):
+            return value
+        made: Any = copy.copy(value)  # keeps its class, and what else it holds
+        for key, part in changed.items():
+            made[key] = part
+        return made
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(_mapped(v, change) for v in value))
     if isinstance(value, tuple | list):

@@ -83,6 +83,10 @@ class LoopedLoader(DataLoader[Any]):
         # The copy that reads this one's epoch, without its first batches.
         self._running: LoopedLoader | None = None
 
+    def watched_by(self, loops: Loops | None) -> None:
+        """Tell somebody else of the loops over this loader, from the next one on."""
+        self._loops = loops
+
     def _describe(self, **values: Any) -> None:
         """Set attributes that ``DataLoader`` forgets when it is given a batch sampler: they only describe."""
         vars(self).update(values)

@@ -225,8 +225,12 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.remainder = -1
         start = list(islice(samples, whole))
         read = chain(start, samples)
-        for _ in islice(read, self.skip):
-            pass
+        if self.skip:
+            # What was read by another run drew its random numbers there; here nothing is drawn for it.
+            now = torch.get_rng_state()
+            for _ in islice(read, self.skip):
+                pass
+            torch.set_rng_state(now)
         while chunk := list(islice(read, whole)):
             if len(chunk) == whole:
                 yield from chunk[first:end]

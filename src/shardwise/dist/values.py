@@ -46,14 +46,20 @@ def pack(value: Any) -> tuple[str, list[torch.Tensor]]:
         raise ValueKindError("the value contains itself, or is nested too deeply to be sent.") from error
 
 
-def unpack(text: str, tensors: list[torch.Tensor]) -> Any:
+def unpack(text: str, tensors: list[torch.Tensor], *, classes: bool = True) -> Any:
     """Put together what :func:`pack` took apart.
+
+    Args:
+        text: from :func:`pack`.
+        tensors: likewise.
+        classes: make mappings and named tuples of classes that are imported here. Not for text that a stranger may have
+            written: a constructor may do anything. They then become dicts and tuples.
 
     Raises:
         ValueKindError: the text is not a packed value, or names a class that this process has not imported.
     """
     try:
-        return _unpack(json.loads(text), tensors)
+        return _unpack(json.loads(text) if classes else _without_classes(json.loads(text)), tensors)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, ValueKindError):
             raise
@@ -103,6 +109,15 @@ def _unpack(node: Any, tensors: list[torch.Tensor]) -> Any:
     if kind in ("tuple", "set"):
         return (tuple if kind == "tuple" else set)(_unpack(v, tensors) for v in inner)
     return _OTHERS[kind][2](inner, lambda v: _unpack(v, tensors))
+
+
+def _without_classes(node: Any) -> Any:
+    if isinstance(node, list):
+        return [_without_classes(inner) for inner in node]
+    if not isinstance(node, dict):
+        return node
+    kept = {("tuple" if key == "named" else key): _without_classes(v) for key, v in node.items() if key != "class"}
+    return kept
 
 
 def _hashable(key: Any) -> Any:

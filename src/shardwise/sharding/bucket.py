@@ -141,6 +141,10 @@ class BucketGradient:
     def start_reduction(self) -> Handle:
         """Begin to average; parameters without a gradient count as zeros."""
         unit = self.unit
+        if self._axis.size > 1 and self._axis.group is None:
+            raise ShardingError(
+                "the process group of the Accelerator that prepared this model is closed; prepare the model again."
+            )
         self._started = True
         flat = self._buffer()
         flat[unit.flags :].zero_()

@@ -121,6 +121,11 @@ class Reducer(Generic[G]):
         self._hooks: list[Any] = []
         self.on_begin: Callable[[], None] = lambda: None
         self.on_end: Callable[[], None] = lambda: None
+        # For models that share a group: whether this one may reduce before the end, and who reduces when at the end.
+        self.may_begin: Callable[[], bool] = lambda: True
+        self.when_over: Callable[[Callable[[], None]], None] = lambda reduce: reduce()
+        self.on_first_reduction: Callable[[], None] = lambda: None
+        self._talked = False
         for index in range(len(self.grads)):
             self._watch(index)
 
@@ -171,7 +176,7 @@ class Reducer(Generic[G]):
         # A pass that was begun by a hook and brought no gradient was `torch.autograd.grad`: nothing to reduce.
         if self._arrivals or not self._ends_itself:
             if self.reduces_now:
-                self._reduce_rest()
+                self.when_over(self._reduce_rest)
             else:
                 self._unreduced = True
         self.on_end()
@@ -218,6 +223,7 @@ class Reducer(Generic[G]):
     def _start_round(self) -> None:
         self._cursor = 0
         self._arrivals = 0
+        self._talked = False
         self._outer_graph = _torch.graph_task_id()
         self._ready.clear()
         self._issued.clear()
@@ -239,7 +245,7 @@ class Reducer(Generic[G]):
         if grad.complete and index not in self._ready:
             self._seen.append(index)
             self._ready.add(index)
-            if self.reduces_now and not self._by_scope:
+            if self.reduces_now and not self._by_scope and self.may_begin():
                 self._issue_ready()
 
     def _issue_ready(self) -> None:
@@ -248,7 +254,13 @@ class Reducer(Generic[G]):
             self._cursor += 1
             self._issue(self._order[self._cursor - 1])
 
+    def _talk(self) -> None:
+        if not self._talked:
+            self._talked = True
+            self.on_first_reduction()
+
     def _issue(self, index: int) -> None:
+        self._talk()
         self._issued.add(index)
         grad = self.grads[index]
         if not grad.trained and not grad.pending:
@@ -268,6 +280,7 @@ class Reducer(Generic[G]):
             self._finish_oldest()
 
     def _reduce_rest(self) -> None:
+        self._talk()
         late = [i for i in self._order if i in self._issued and self.grads[i].pending]
         for index in [i for i in self._order if i not in self._issued] + late:
             self._issue(index)

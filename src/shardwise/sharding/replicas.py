@@ -24,6 +24,7 @@ from shardwise.errors import ShardingError
 from shardwise.sharding.bucket import BucketGradient, cut
 from shardwise.sharding.policy import POLICIES
 from shardwise.sharding.reducer import Reducer, warn_discarded
+from shardwise.sharding.turns import Turns
 
 
 class _Hook:
@@ -52,6 +53,7 @@ class Replicas:
         wire_dtype: in which gradients travel, or None for their own.
         broadcast_buffers: the first rank's buffers are taken over before each forward that trains.
         owner: who makes it; None: nobody.
+        turns: those of the models that one backward may go through together.
 
     Attributes:
         tags: how many tags are used.
@@ -70,6 +72,7 @@ class Replicas:
         wire_dtype: torch.dtype | None = None,
         broadcast_buffers: bool = True,
         owner: object = None,
+        turns: Turns | None = None,
     ) -> None:
         self.model = model
         self.axis = axis
@@ -84,7 +87,10 @@ class Replicas:
         self._grads = [BucketGradient(b, axis, wire_dtype) for b in buckets]
         self._frozen = [(i, s) for i, b in enumerate(buckets) for s in b.slots if not s.param.requires_grad]
         self.reducer = Reducer(self._grads, POLICIES[0], Mesh.over(axis), overlap=True, by_scope=False)
-        self.reducer.on_begin = self._on_begin
+        self.reducer.on_first_reduction = self._on_first_reduction
+        self._turns = turns
+        if turns is not None:
+            turns.add(self.reducer)
         self._hooks = [
             model.register_forward_pre_hook(_Hook(lambda m, a: self._before_forward(), self), prepend=True),
             model.register_forward_hook(_Hook(lambda m, a, out: self._after_forward(out))),
@@ -103,6 +109,8 @@ class Replicas:
         """After an exception in a backward: drop the gradients, of which some may be averaged and others not."""
         if self.reducer.active:
             warn_discarded()
+            if self._turns is not None:
+                self._turns.forget()
             self.reducer.abort()
 
     @contextlib.contextmanager
@@ -131,9 +139,17 @@ class Replicas:
         self.reducer.end()
 
     def share_buffers(self) -> None:
-        """Take over the first rank's buffers. All ranks must call this."""
-        for name, buffer in self.model.named_buffers():
-            self._share(name, buffer, 0)
+        """Take over the first rank's buffers, all of one dtype at once. All ranks must call this."""
+        kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for buffer in self.model.buffers():
+            kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+        for (dtype, _), buffers in kinds.items():
+            flat = torch.cat([b.detach().reshape(-1) for b in buffers])
+            self.axis.broadcast(flat, 0, f"buffers of {dtype}")
+            if self.axis.position:
+                parts = torch.split(flat, [b.numel() for b in buffers])
+                for buffer, part in zip(buffers, parts, strict=True):
+                    buffer.detach().copy_(part.view(buffer.shape))
 
     def copy_from(self, position: int) -> None:
         """Take over the parameters and buffers of the rank at ``position``. All ranks must call this."""
@@ -175,14 +191,14 @@ class Replicas:
                 self.announce(0)
             self.share_buffers()
 
-    def _on_begin(self) -> None:
-        if self.announce is not None and self.reducer.reduces_now:
+    def _on_first_reduction(self) -> None:
+        if self.announce is not None:
             self.announce(1)
 
     def _after_forward(self, out: Any) -> None:
         if not torch.is_grad_enabled():
             return
-        # A backward that reaches the model's output has begun, even on a rank where it reaches no parameter.
+        # A backward that reaches the model's output has begun, before any gradient arrives.
         reducer = weakref.ref(self.reducer)
 
         def begin(_grads: Any) -> None:
