@@ -114,7 +114,7 @@ def numbers(batches: Any) -> list[list[int]]:
 @pytest.mark.parametrize(("n", "rank"), [(1, 0), (2, 0), (2, 1)])
 def test_4165_every_position_is_resumed_also_a_second_time(kind: str, n: int, rank: int) -> None:
     whole = make(kind, n, rank)
-    epochs = [numbers(whole) for _ in range(2)]
+    epochs = [numbers(whole) for _ in range(4)]
     loader = make(kind, n, rank)
     states = []
     for epoch in range(2):
@@ -124,16 +124,18 @@ def test_4165_every_position_is_resumed_also_a_second_time(kind: str, n: int, ra
     for epoch, i, state in states:
         again = make(kind, n, rank)
         again.load_state_dict(state)
-        for _ in again:
+        if i == len(epochs[epoch]):  # with its last batch an epoch is over
+            epoch, i = epoch + 1, 0
+        for batch in again:
+            assert batch.tolist() == epochs[epoch][i]
             state = unpack(*pack(again.state_dict()))
             break
-        else:
-            assert i == len(epochs[epoch])
-            continue
+        if (i := i + 1) == len(epochs[epoch]):
+            epoch, i = epoch + 1, 0
         later = make(kind, n, rank)
         later.load_state_dict(state)
-        assert numbers(later) == epochs[epoch][i + 1 :]
-        assert later.epoch == epoch + 1 and (epoch or numbers(later) == epochs[1])
+        assert numbers(later) == epochs[epoch][i:]
+        assert later.epoch == epoch + 1 and numbers(later) == epochs[epoch + 1]
 
 
 def test_a_stream_with_a_state_is_not_read_again() -> None:

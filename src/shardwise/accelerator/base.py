@@ -126,6 +126,7 @@ class Base:
         self._mesh: Mesh | None = None
         self._turns = Turns()
         self._trigger = False
+        self._unchecked = True
         set_current_processes(self.processes)
         set_current_accelerator(self)
 

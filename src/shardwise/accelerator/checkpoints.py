@@ -103,7 +103,10 @@ class Checkpoints(Saving):
         aside = final.absolute().with_name(aside_name(final))
         with together(self.processes, "save_state"):
             if self.processes.is_main_process:
-                begin(final)
+                try:
+                    begin(final)
+                except OSError as error:
+                    raise ConfigError(f"save_state: {final} cannot be written ({error}).") from error
         weights = [self.get_state_dict(model) for model in self._models]
         models = list(self._models)
         with together(self.processes, "save_state"):
@@ -173,6 +176,8 @@ class Checkpoints(Saving):
     def _place(self, output_dir: str | Path | None) -> Path:
         named = self.project_configuration.automatic_checkpoint_naming
         if not named:
+            if output_dir is not None and Path(output_dir).is_file():
+                raise ConfigError(f"save_state: {output_dir} is a file, expected a folder.")
             if output_dir is None:
                 raise ConfigError(
                     "save_state: give it a folder, or ProjectConfiguration(automatic_checkpoint_naming=True)."
@@ -251,6 +256,11 @@ class Checkpoints(Saving):
         if not folder.is_dir():
             raise ConfigError(f"load_state: there is no folder {folder}.")
         path = folder / MANIFEST
+        if not path.is_file() and (any(folder.glob("*.pkl")) or any(folder.glob("*.bin"))):
+            raise ConfigError(
+                f"{folder}: was written by Accelerate. What it holds beside the weights are pickles, which are not "
+                "opened: load the weights with shardwise.load_checkpoint_in_model(model, folder), and begin anew."
+            )
         if not path.is_file():
             raise ConfigError(
                 f"{folder}: not a checkpoint of shardwise, or one that was not finished ({MANIFEST} is missing)."
@@ -319,6 +329,13 @@ class Checkpoints(Saving):
                 obj.load_state_dict(state)
         if self._scales is not None:
             self._scales.load_state_dict(found["scaler"][0], self.gradient_state.windows)
+        for loader in self._dataloaders:
+            state = loader.state_dict()
+            if state["batches"]:
+                self._once.info(
+                    f"a loader goes on after {state['batches']} batches of epoch {state['epoch']}: do not skip them by "
+                    "hand once more (skip_first_batches counts from the start of the epoch, and changes nothing)."
+                )
         for engine, counters in zip(self._engines, manifest["engines"], strict=True):
             engine.global_steps, engine.global_samples = counters["global_steps"], counters["global_samples"]
         if manifest["step"]:

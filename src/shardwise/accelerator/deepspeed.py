@@ -295,7 +295,9 @@ def auto_values(
     """
     found: dict[str, object] = {}
     if optimizer is not None:
-        values = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay, **optimizer.kwargs}
+        # The last two as torch and DeepSpeed have them where nothing is written.
+        values = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay, "betas": [0.9, 0.999], "eps": 1e-8}
+        values.update(optimizer.kwargs)
         found.update({f"optimizer.params.{k}": v for k, v in values.items()})
     if scheduler is not None:
         params = _section(_section(config, "optimizer"), "params")

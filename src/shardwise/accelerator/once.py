@@ -21,7 +21,7 @@ class Once:
     def warn(self, message: str) -> None:
         """Warn, the first time."""
         if self._first(message):
-            warnings.warn(message, stacklevel=4)
+            warnings.warn(message, stacklevel=3)
 
     def info(self, message: str) -> None:
         """Log, the first time."""

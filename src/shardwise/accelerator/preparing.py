@@ -143,6 +143,7 @@ class Preparing(Together, Base):
             optimizer, self.gradient_state, scales=self._scales, weighting=self._weighting, once=self._once
         )
         self._optimizers.append(prepared)
+        self._unchecked = True
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
@@ -261,9 +262,9 @@ class Preparing(Together, Base):
         """The engines of the models among ``args``, and the faces of their optimizers and schedules, by position."""
         plugin = self.deepspeed_plugin
         models = [i for i, a in enumerate(args) if isinstance(a, nn.Module) and not isinstance(a, Engine)]
-        optimizers = [i for i, a in enumerate(args) if isinstance(a, Optimizer) or isinstance(a, DummyOptim)]
+        optimizers = [i for i, a in enumerate(args) if isinstance(a, Optimizer | DummyOptim)]
         optimizers = [i for i in optimizers if not getattr(args[i], "_is_accelerate_prepared", False)]
-        schedulers = [i for i, a in enumerate(args) if isinstance(a, LRScheduler) or isinstance(a, DummyScheduler)]
+        schedulers = [i for i, a in enumerate(args) if isinstance(a, LRScheduler | DummyScheduler)]
         sizes = [self._size_as_given(a) for a in args if isinstance(a, DataLoader)]
         found: dict[int, Any] = {}
         for i in models:

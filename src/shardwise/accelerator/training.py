@@ -23,6 +23,10 @@ PARTIAL = (
     "clip_grad_norm_ between the micro-batches of a window clips what is only a part of its gradient, as upstream "
     "does. Call it `if accelerator.sync_gradients:`."
 )
+UNPREPARED = (
+    "{name} trains parameters of no prepared model: each process trains a copy of its own, and these drift apart. Give "
+    "the model to accelerator.prepare() as well."
+)
 CONFIGURED = (
     "clip_grad_norm_(max_norm={given}): the ds_config says gradient_clipping: {clipping}, which is what counts. Leave "
     "it out there to clip by the script."
@@ -85,9 +89,13 @@ class Training(Base):
             kwargs: of ``torch.Tensor.backward``.
         """
         state = self.gradient_state
+        if not isinstance(loss, torch.Tensor) or not loss.requires_grad or (loss.numel() != 1 and not kwargs):
+            raise ConfigError(f"backward: {_wrong(loss)}")
         if self._engines:
             self._engines_backward(loss, tokens, kwargs)
             return
+        if self._unchecked:
+            self._look_for_unprepared()
         again = state.backwards > 0 and state.inside
         state.backwards += 1
         if self._weighting is not None:
@@ -107,6 +115,16 @@ class Training(Base):
                     if record.replicas is not None:
                         record.replicas.abort()
             raise
+
+    def _look_for_unprepared(self) -> None:
+        """Whether each optimizer trains something that is prepared; else the processes' copies drift apart."""
+        self._unchecked = False
+        if not self.processes.use_distributed:
+            return
+        held = {id(p) for model in self._models for p in model.parameters()}
+        for optimizer in self._optimizers:
+            if held.isdisjoint(optimizer.params):
+                self._once.warn(UNPREPARED.format(name=type(optimizer.optimizer).__name__))
 
     def _engines_backward(self, loss: torch.Tensor, tokens: float | None, kwargs: Any) -> None:
         state = self.gradient_state
@@ -303,3 +321,12 @@ class Training(Base):
             raise NotYetSupported("clip_grad_norm_ over two sharded models has not landed; clip them one by one.")
         engine: Engine = found[0]
         return engine
+
+
+def _wrong(loss: Any) -> str:
+    """What is wrong with a loss."""
+    if not isinstance(loss, torch.Tensor):
+        return f"expected the loss, a scalar tensor, got {type(loss).__name__}."
+    if not loss.requires_grad:
+        return "the loss has no graph: was it computed under no_grad, or detached?"
+    return f"the loss has the shape {tuple(loss.shape)}, expected a scalar: reduce it, for example by loss.mean()."

@@ -14,7 +14,7 @@ import typer
 
 from shardwise.cli.flags import Flags, takes_flags
 from shardwise.cli.hostfile import Host
-from shardwise.cli.places import default_config_file
+from shardwise.cli.places import accelerates_config_file, default_config_file
 from shardwise.cli.plan import LaunchPlan, command_for, threads_per_rank
 from shardwise.cli.resolve import Launch, resolve
 from shardwise.errors import ConfigError
@@ -64,6 +64,9 @@ def plan_launch(flags: Flags) -> tuple[Path | None, Launch]:
         ConfigError: the file or the flags do not fit.
     """
     source = flags.config_file or default_config_file(os.environ)
+    theirs = accelerates_config_file(os.environ)
+    if source is None and theirs is not None and not flags.quiet:
+        typer.echo(f"shardwise launch: {theirs} is not read unless it is named: --config_file {theirs}", err=True)
     if source is not None:
         # Imported when there is a file: it takes pydantic and PyYAML.
         config_file = importlib.import_module("shardwise.cli.config_file")

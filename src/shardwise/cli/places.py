@@ -15,6 +15,14 @@ def config_path(environment: Mapping[str, str]) -> Path:
     return (home if home.is_absolute() else Path.home() / ".config") / "shardwise" / "config.yaml"
 
 
+def accelerates_config_file(environment: Mapping[str, str]) -> Path | None:
+    """The file that `accelerate config` writes; it is read only when it is named."""
+    hub = environment.get("HF_HOME")
+    cache = Path(environment.get("XDG_CACHE_HOME", "") or Path.home() / ".cache") / "huggingface"
+    path = (Path(hub) if hub else cache) / "accelerate" / "default_config.yaml"
+    return path if path.is_file() else None
+
+
 def default_config_file(environment: Mapping[str, str]) -> Path | None:
     """The file that is read when none is named; None where there is none."""
     path = config_path(environment)

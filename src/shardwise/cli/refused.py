@@ -14,7 +14,7 @@ _FP8 = "fp8 has not landed yet; use --mixed_precision bf16"
 _SAGEMAKER = "Amazon SageMaker is not supported: compute_environment is LOCAL_MACHINE"
 _OUTPUT = "the output of every rank passes through the launcher; redirect it there, as in `2>&1 | tee FILE`"
 _DEVICE = "this kind of device is not supported: the ranks run on CPUs or NVIDIA GPUs"
-_REMOTE = "nothing is started on other hosts: run the command on each, --hostfile prints them"
+_REMOTE = "on other hosts nothing is started: run the command on each, as --hostfile prints it"
 
 
 @dataclass(frozen=True)

@@ -230,6 +230,9 @@ class DispatchedLoader(LoopedLoader):
             return self._running.state_dict()
         if self._source._resume is not None:  # loaded, and not read from since
             return self._source.state_dict()
+        if self.end_of_dataloader and self.position:
+            # With its last batch an epoch is over for whoever goes on: what comes next is the next one.
+            return self._source.next_epoch(self.epoch + 1) | {"over": True}
         handed_out, states = self.position * self._turns, self._states
         found = [n for n in states if n <= handed_out] or list(states)
         state = states[max(found)] if found else self._source.state_dict()
@@ -245,11 +248,15 @@ class DispatchedLoader(LoopedLoader):
             ConfigError: what was read is no whole number of batches of this loader's size.
         """
         self._source.load_state_dict(state)
+        self._source._loaded_over = False  # it is this one that is looped over
+        self._loaded_over = bool(state.get("over"))
         self.epoch, self.position, self._read = self._source.epoch, 0, 0
         self._states, self._running = {}, None
 
     def set_epoch(self, epoch: int) -> None:
         """See :meth:`LoopedLoader.set_epoch`."""
+        if self._is_over(epoch):
+            return
         super().set_epoch(epoch)
         if self._company.axis.position == 0:
             self._source.set_epoch(epoch)

@@ -82,6 +82,8 @@ class LoopedLoader(DataLoader[Any]):
         self._whole: LoopedLoader | None = None
         # The copy that reads this one's epoch, without its first batches.
         self._running: LoopedLoader | None = None
+        # Whether the state that was loaded is of an epoch that was over, and the script comes back to that one.
+        self._loaded_over = self._empty = False
 
     def watched_by(self, loops: Loops | None) -> None:
         """Tell somebody else of the loops over this loader, from the next one on."""
@@ -145,6 +147,8 @@ class LoopedLoader(DataLoader[Any]):
         A shuffle depends on this number only if its sampler does: :class:`SeedableRandomSampler` does, a
         ``RandomSampler`` draws on.
         """
+        if self._is_over(epoch):
+            return
         if self._whole is not None:
             self._whole.set_epoch(epoch)
         if epoch != self.epoch:
@@ -152,6 +156,14 @@ class LoopedLoader(DataLoader[Any]):
             self._running = None
         self.epoch = epoch
         self._announce()
+
+    def _is_over(self, epoch: int) -> bool:
+        """Whether this is the epoch with whose last batch the state was saved that was loaded.
+
+        A script that keeps the epoch's number itself comes back to it: its next loop is then empty.
+        """
+        self._empty = self._loaded_over and epoch == self.epoch - 1
+        return self._empty
 
     def _announce(self) -> None:
         if not set_epoch(self._listener(), self.epoch) and hasattr(self.dataset, "set_epoch"):
@@ -176,6 +188,9 @@ class LoopedLoader(DataLoader[Any]):
         raise NotImplementedError
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        empty, self._empty, self._loaded_over = self._empty, False, False
+        if empty:
+            return
         if self._at_epoch is not None:
             self._at_epoch()
         self._running = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -282,14 +282,23 @@ class PreparedLoader(LoopedLoader):
         """Where this loader is: the epoch, what all ranks have read of it, and the states that its order is from."""
         if isinstance(self._running, PreparedLoader):
             return self._running.state_dict()
-        at = self._resume or self._position_now()
-        seeded, begun = seeded_in(self._shard), at.start
+        if self._resume is None and self._begun is not None and self.end_of_dataloader and self.position:
+            # With its last batch an epoch is over for whoever goes on: what comes is the next one.
+            return self.next_epoch(self.epoch + 1) | {"over": True}
+        return self._state(self.epoch, self._resume or self._position_now())
+
+    def next_epoch(self, epoch: int) -> dict[str, Any]:
+        """The state from which an epoch begins that is the next one to be drawn."""
+        return self._state(epoch, self._next_start())
+
+    def _state(self, epoch: int, at: _Position) -> dict[str, Any]:
+        seeded = seeded_in(self._shard)
         state: dict[str, Any] = {
-            "epoch": self.epoch,
+            "epoch": epoch,
             "batches": at.read,
             "batch_size": self._size(),
-            "generator": begun.generator,
-            "torch": begun.torch,
+            "generator": at.start.generator,
+            "torch": at.start.torch,
             "seed": None if seeded is None else seeded.initial_seed,
             "owners": self._owners,
         }
@@ -298,11 +307,14 @@ class PreparedLoader(LoopedLoader):
             state["reader_of"] = [at.base, self._ranks, self._index]
         return state
 
+    def _next_start(self) -> _Position:
+        generator = generator_of(self._drawer)
+        begun = EpochStart(None if generator is None else generator.get_state(), torch.get_rng_state())
+        return _Position(0, begun)
+
     def _position_now(self) -> _Position:
         if self._begun is None:
-            generator = generator_of(self._drawer)
-            begun = EpochStart(None if generator is None else generator.get_state(), torch.get_rng_state())
-            return _Position(self._read, begun)
+            return replace(self._next_start(), read=self._read)
         read, state = self._read + self.position * self._turns, None
         # A stream without a state is read again up to here, which we count ourselves: torchdata counts what it reads
         # again twice, which shows when one goes on a second time. A stream at its end may have begun anew already.
@@ -333,7 +345,7 @@ class PreparedLoader(LoopedLoader):
                 "on the same number of ranks, or from the end of an epoch."
             )
         self.epoch, self.position, self._read, self._begun = int(state["epoch"]), 0, 0, None
-        self._running = None
+        self._running, self._loaded_over = None, bool(state.get("over"))
         start = EpochStart(state["generator"], state["torch"])
         self._resume = _Position(read, start) if read else None
         base, *part = state.get("reader_of") or [0, 0, 0]

@@ -40,14 +40,17 @@ def explain_failure(axis: Axis, what: str, peer: int, error: RuntimeError) -> Co
             missing = f" Not heard from: {_ranks(quiet)}." if quiet else ""
             return CommError(f"rank {me} was in `{what}` when {told}.{missing} The ranks ran different calls.")
         return CommError(
-            f"rank {me} lost its connection to {lost} in `{what}`: that process ended or failed. "
-            f"Its own error says why. ({_first_line(text)})"
+            f"rank {me} lost its connection to {lost} in `{what}`: that process failed, and its own error says why; or it "
+            "ended earlier, because its loop was shorter, or because this call is made by one rank only. "
+            f"({_first_line(text)})"
         )
     seconds = axis.timeout.total_seconds()
     where = untold or _where_others_are(axis, what)
     return CommError(
         f"rank {me} waited {seconds:g} s in `{what}` on axis `{axis.name}`. {where} "
-        "All ranks must run the same modules in the same order; raise `communication_timeout` if a rank is only slow."
+        "All ranks must make the same calls in the same order: look for one inside of `if is_main_process`, and for "
+        "loops of different lengths. If a rank is only slow, raise the timeout (`communication_timeout` in a ds_config, "
+        "InitProcessGroupKwargs(timeout=) of an Accelerator)."
     )
 
 

@@ -6,6 +6,7 @@ import importlib
 from typing import Any
 
 from shardwise.utils.available import available
+from shardwise.utils.elsewhere import where
 
 # Where each name lives. They are loaded when they are first used.
 HOMES = {
@@ -113,6 +114,8 @@ def __getattr__(name: str) -> Any:
     found = available(name)
     if found is not None:
         return found
+    if (instead := where(name)) is not None:
+        raise ImportError(f"shardwise.utils.{name}: {instead}.")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -15,6 +15,7 @@ from shardwise.accelerator.settings import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
+from shardwise.utils.small import LoggerType, PrecisionType
 
 __all__ = [
     "AutocastKwargs",
@@ -27,6 +28,8 @@ __all__ = [
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
     "KwargsHandler",
+    "LoggerType",
+    "PrecisionType",
     "ProfileKwargs",
     "ProjectConfiguration",
     "RNGType",

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from shardwise.utils.small import parse_flag_from_env, str_to_bool
+
 
 @contextmanager
 def patch_environment(**kwargs: Any) -> Iterator[None]:
@@ -48,3 +50,6 @@ def tqdm(iterable: Iterable[Any], *_: Any, main_process_only: bool = True, **opt
 
     total, description = options.get("total"), options.get("desc") or ""
     return progress(iterable, processes=current_processes(), total=total, description=description)
+
+
+__all__ = ["clear_environment", "parse_flag_from_env", "patch_environment", "str_to_bool", "tqdm"]
