@@ -68,7 +68,8 @@ def table(rows: int, seed: int, dtype: torch.dtype = torch.float64) -> TensorDat
 def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
     """An optimizer with a state."""
     if name == "adamw":
-        return torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
+        # A large eps: where a gradient is as small as eps, its rounding would be the step.
+        return torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1, eps=1e-5)
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
