@@ -1,6 +1,6 @@
-"""Runs the peer's test scripts on this process, with this library in the peer's place; says what passed as JSON.
+"""Runs the peer's test scripts with this library in the peer's place; each process writes what passed as JSON.
 
-shardwise launch --nproc 2 tests/peer/run.py RESULT.json
+shardwise launch --nproc 2 tests/peer/run.py RESULT
 """
 
 from __future__ import annotations
@@ -93,8 +93,7 @@ def main(result: str) -> None:
         except BaseException as error:  # an assertion, or a SystemExit of a script
             passed[name] = f"{type(error).__name__}: {error}"
             traceback.print_exc()
-    if rank == 0:
-        Path(result).write_text(json.dumps(passed, indent=1))
+    Path(f"{result}.{rank}").write_text(json.dumps(passed, indent=1))
 
 
 if __name__ == "__main__":

@@ -27,18 +27,19 @@ def test_scripts_of_the_peer_pass(size: int, tmp_path: Path) -> None:
     if alias.folder() is None:
         pytest.skip("the peer is not installed")
     pytest.importorskip("torchdata")
-    result = tmp_path / "result.json"
+    result = tmp_path / "result"
     command = [sys.executable, "-m", "shardwise.cli", "launch", "--cpu", "--num_processes", str(size)]
     done = subprocess.run(
         [*command, str(RUN), str(result)], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
     )
-    assert result.is_file(), done.stdout[-2000:] + done.stderr[-4000:]
-    outcome = json.loads(result.read_text())
-    failed = {name: problem for name, problem in outcome.items() if problem and name not in REFUSED}
-    assert not failed, f"{len(failed)} of {len(outcome)} failed: {failed}\n{done.stderr[-4000:]}"
-    for name, why in REFUSED.items():
-        assert name not in outcome or why in outcome[name]
-    assert len(outcome) == COUNTS[size]
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    for rank in range(size):
+        outcome = json.loads(Path(f"{result}.{rank}").read_text())
+        failed = {name: problem for name, problem in outcome.items() if problem and name not in REFUSED}
+        assert not failed, f"rank {rank}: {len(failed)} of {len(outcome)} failed: {failed}\n{done.stderr[-4000:]}"
+        for name, why in REFUSED.items():
+            assert name not in outcome or why in outcome[name]
+        assert len(outcome) == COUNTS[size]
 
 
 def names_in_the_documents() -> set[str]:

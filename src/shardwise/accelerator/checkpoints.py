@@ -8,7 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.accelerator.files import read_json, read_tensors, read_value, write_json, write_tensors, write_value
-from shardwise.accelerator.folders import MANIFEST, NAMED, aside_name, automatic, begin, commit, numbered, recover
+from shardwise.accelerator.folders import (
+    MANIFEST,
+    NAMED,
+    aside_name,
+    automatic,
+    begin,
+    commit,
+    give_up,
+    numbered,
+    recover,
+)
 from shardwise.accelerator.optimizer import AcceleratedOptimizer, EngineOptimizer
 from shardwise.accelerator.random_states import random_states, set_random_states
 from shardwise.accelerator.saving import Saving, only_safe, together
@@ -107,18 +117,23 @@ class Checkpoints(Saving):
                     begin(final)
                 except OSError as error:
                     raise ConfigError(f"save_state: {final} cannot be written ({error}).") from error
-        weights = [self.get_state_dict(model) for model in self._models]
-        models = list(self._models)
-        with together(self.processes, "save_state"):
-            for hook in list(self._save_hooks):
-                hook(models, weights, str(aside))
-        with together(self.processes, "save_state"):
-            self._write(aside, models, weights)
-        with together(self.processes, "save_state"):
+        try:
+            weights = [self.get_state_dict(model) for model in self._models]
+            models = list(self._models)
+            with together(self.processes, "save_state"):
+                for hook in list(self._save_hooks):
+                    hook(models, weights, str(aside))
+            with together(self.processes, "save_state"):
+                self._write(aside, models, weights)
+            with together(self.processes, "save_state"):
+                if self.processes.is_main_process:
+                    write_json(aside / MANIFEST, self._manifest(len(weights)))
+                    commit(final)
+                    self._remove_old()
+        except Exception:
             if self.processes.is_main_process:
-                write_json(aside / MANIFEST, self._manifest(len(weights)))
-                commit(final)
-                self._remove_old()
+                give_up(final)
+            raise
         if self.project_configuration.automatic_checkpoint_naming:
             self.project_configuration.iteration += 1
         if self.processes.is_main_process:

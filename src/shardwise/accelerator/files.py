@@ -49,12 +49,18 @@ def read_value(path: Path) -> Any:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file that is whole or absent."""
+    """Write a safetensors file that is whole or absent.
+
+    Raises:
+        ConfigError: it cannot be written (no space, no permission).
+    """
     aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         save_file(dict(tensors), aside, metadata=dict(metadata))
         _sync(aside)
         os.replace(aside, path)
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{path}: cannot be written ({error}).") from error
     finally:
         aside.unlink(missing_ok=True)
 
@@ -76,12 +82,18 @@ def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file that is whole or absent."""
+    """Write a JSON file that is whole or absent.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
     aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         aside.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
         _sync(aside)
         os.replace(aside, path)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written ({error}).") from error
     finally:
         aside.unlink(missing_ok=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -33,6 +34,14 @@ def commit(final: Path) -> None:
         final.rename(_old(final))
         aside.rename(final)
         _clear(final)
+
+
+def give_up(final: Path) -> None:
+    """After a save that failed: nothing of it stays, where the space may be what was missing."""
+    with contextlib.suppress(OSError):  # the error to see is the one of the save
+        recover(final)
+        if final.exists() or not (_aside(final) / MANIFEST).is_file():
+            shutil.rmtree(_aside(final), ignore_errors=True)
 
 
 def recover(final: Path) -> None:
